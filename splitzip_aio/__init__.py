@@ -1,0 +1,126 @@
+"""Losslessly compressed checkpoints, streamed asynchronously and decoded bit for bit.
+
+Every public name is here, and is imported when it is first used: importing the package itself loads
+neither torch nor triton nor liburing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from splitzip_aio.abc import Arena, ReadDriver
+    from splitzip_aio.arena import CudaArena, HostArena
+    from splitzip_aio.cache import BuildReport, SplitZipShardCache, SplitZipShardCacheBuilder, build_cache
+    from splitzip_aio.codec import (
+        GpuSplitZipDecoder,
+        GpuSplitZipEncoder,
+        PayloadMeta,
+        Schedule,
+        SplitZipCodebook,
+        calibrate_codebook,
+        encode_torch,
+        triton_available,
+    )
+    from splitzip_aio.drivers import open_driver
+    from splitzip_aio.errors import (
+        BusyError,
+        CacheBusyError,
+        CacheError,
+        CacheExistsError,
+        CacheNotFoundError,
+        CheckpointError,
+        ClosedError,
+        CorruptDataError,
+        DriverUnavailableError,
+        InvalidArgumentError,
+        LayerTooLargeError,
+        LeaseReleasedError,
+        ManifestError,
+        ReadError,
+        SourceChangedError,
+        SplitZipError,
+        TransportError,
+        UnknownLayerError,
+        UnsupportedError,
+        WrongEventLoopError,
+    )
+    from splitzip_aio.transport import Lease, Transport, open_transport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arena",
+    "BuildReport",
+    "BusyError",
+    "CacheBusyError",
+    "CacheError",
+    "CacheExistsError",
+    "CacheNotFoundError",
+    "CheckpointError",
+    "ClosedError",
+    "CorruptDataError",
+    "CudaArena",
+    "DriverUnavailableError",
+    "GpuSplitZipDecoder",
+    "GpuSplitZipEncoder",
+    "HostArena",
+    "InvalidArgumentError",
+    "LayerTooLargeError",
+    "Lease",
+    "LeaseReleasedError",
+    "ManifestError",
+    "PayloadMeta",
+    "ReadDriver",
+    "ReadError",
+    "Schedule",
+    "SourceChangedError",
+    "SplitZipCodebook",
+    "SplitZipError",
+    "SplitZipShardCache",
+    "SplitZipShardCacheBuilder",
+    "Transport",
+    "TransportError",
+    "UnknownLayerError",
+    "UnsupportedError",
+    "WrongEventLoopError",
+    "__version__",
+    "build_cache",
+    "calibrate_codebook",
+    "encode_torch",
+    "open_driver",
+    "open_transport",
+    "triton_available",
+]
+
+_HOME = {
+    "abc": ("Arena", "ReadDriver"),
+    "arena": ("CudaArena", "HostArena"),
+    "cache": ("BuildReport", "SplitZipShardCache", "SplitZipShardCacheBuilder", "build_cache"),
+    "codec": (
+        "GpuSplitZipDecoder",
+        "GpuSplitZipEncoder",
+        "PayloadMeta",
+        "Schedule",
+        "SplitZipCodebook",
+        "calibrate_codebook",
+        "encode_torch",
+        "triton_available",
+    ),
+    "drivers": ("open_driver",),
+    "transport": ("Lease", "Transport", "open_transport"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
