@@ -1,0 +1,156 @@
+"""What a back end must do: the contracts that the pipeline is written against."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self, TypeAlias
+
+__all__ = ["DriverStatistics", "FileHandle", "IOMode", "ReadDriver"]
+
+IOMode: TypeAlias = Literal["auto", "direct", "buffered"]
+"""How a file is read: past the page cache, through it, or the first of the two that works."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStatistics:
+    """A snapshot of what a :class:`ReadDriver` has done since it was opened.
+
+    Attributes:
+        name: ``"uring"`` or ``"threads"``.
+        fixed_buffers: the slots are registered with the kernel, which then pins no pages per read.
+        queue_depth: reads that the kernel (or the worker pool) is given at once, at most.
+        fallbacks: for each better rung that could not be used, its name and the reason; empty if none.
+        reads: calls of :meth:`ReadDriver.read` that returned.
+        bytes_read: bytes those calls returned.
+        direct_bytes_read: how many of ``bytes_read`` came past the page cache.
+        short_reads: completions that brought less than was asked before the end of the file.
+        retries: attempts repeated after EINTR, EAGAIN, or a direct read demoted to buffered.
+        in_flight: chunks the kernel (or a worker) is working on now.
+        queued: chunks waiting for room in the queue now.
+        open_files: file handles not yet closed.
+    """
+
+    name: str
+    fixed_buffers: bool
+    queue_depth: int
+    fallbacks: tuple[str, ...]
+    reads: int
+    bytes_read: int
+    direct_bytes_read: int
+    short_reads: int
+    retries: int
+    in_flight: int
+    queued: int
+    open_files: int
+
+
+class FileHandle(ABC):
+    """A file opened by a :class:`ReadDriver`, and readable by that driver only.
+
+    Attributes:
+        path: the path it was opened by.
+        size: the file's size in bytes when it was opened.
+        direct: reads bypass the page cache.
+        reason: why ``direct`` is what it is, in words.
+        memory_alignment: bytes; buffer addresses must be multiples of it (1 when buffered).
+        offset_alignment: bytes; offsets and lengths must be multiples of it (1 when buffered).
+    """
+
+    path: str
+    size: int
+    direct: bool
+    reason: str
+    memory_alignment: int
+    offset_alignment: int
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Refuse further reads, and release the descriptor once those in flight are done. Idempotent."""
+
+
+class ReadDriver(ABC):
+    """Reads extents of files into fixed slots of memory, many at a time.
+
+    A driver belongs to the event loop of its first :meth:`read`. Make one with
+    :func:`splitzip_aio.drivers.open_driver`; it is an asynchronous context manager::
+
+        async with open_driver("auto", buffers=slots, queue_depth=32) as driver:
+            file = driver.open("packs/00000.szp")
+            count = await driver.read(file, 0, 0, offset=0, nbytes=1 << 20)
+    """
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Which back end this is: ``"uring"`` or ``"threads"``."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> Sequence[memoryview]:
+        """The slots, as writable memoryviews of bytes."""
+
+    @abstractmethod
+    def open(self, path: str | os.PathLike[str], *, io: IOMode = "auto") -> FileHandle:
+        """Open a regular file for reading.
+
+        Args:
+            path: the file.
+            io: ``"direct"`` and ``"buffered"`` are orders; ``"auto"`` takes direct where the file
+                system has it, records the reason where not, and demotes a file whose first direct
+                read is refused.
+
+        Raises:
+            ReadError: the file cannot be opened, or is not a regular file.
+            UnsupportedError: ``io="direct"`` on a file that has no direct I/O.
+            ClosedError: the driver is closed.
+        """
+
+    @abstractmethod
+    async def read(self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int) -> int:
+        """Read ``[offset, offset + nbytes)`` of ``file`` into ``buffers[slot][buffer_offset:]``.
+
+        For a direct file ``offset``, ``nbytes`` and the address of the destination must be multiples of
+        the file's alignments; the caller rounds outward, past the end of the file where need be.
+        Bytes of the destination beyond the returned count, within ``nbytes``, may have been written.
+
+        The buffer is the kernel's until this returns or raises, and the caller's afterwards, also when
+        it is cancelled: cancellation takes effect after what the kernel had begun is done.
+
+        Returns:
+            ``nbytes``, or less where the file ends first; never less for another reason.
+
+        Raises:
+            ReadError: the operating system failed the read, or the file has become shorter than it was
+                when opened; ``errno`` and ``filename`` are set.
+            InvalidArgumentError: a slot or range that does not exist, or a misaligned one.
+            ClosedError: the driver or the file is closed.
+            WrongEventLoopError: awaited in another event loop or process than the first read.
+        """
+
+    @abstractmethod
+    def statistics(self) -> DriverStatistics:
+        """A snapshot of the counters."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Close files and driver once nothing is in flight; queued reads get ClosedError. Idempotent."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
