@@ -1,13 +1,36 @@
 """Losslessly compressed checkpoints, streamed asynchronously and decoded bit for bit.
 
-Every public name is here, and is imported when it is first used: importing the package itself loads
-neither torch nor triton nor liburing.
+Every public name is here. All but the errors are imported when they are first used: importing the package
+itself loads neither torch nor triton nor liburing.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from splitzip_aio.errors import (
+    BusyError,
+    CacheBusyError,
+    CacheError,
+    CacheExistsError,
+    CacheNotFoundError,
+    CheckpointError,
+    ClosedError,
+    CorruptDataError,
+    DriverUnavailableError,
+    InvalidArgumentError,
+    LayerTooLargeError,
+    LeaseReleasedError,
+    ManifestError,
+    ReadError,
+    SourceChangedError,
+    SplitZipError,
+    TransportError,
+    UnknownLayerError,
+    UnsupportedError,
+    WrongEventLoopError,
+)
 
 if TYPE_CHECKING:
     from splitzip_aio.abc import Arena, ReadDriver
@@ -24,28 +47,6 @@ if TYPE_CHECKING:
         triton_available,
     )
     from splitzip_aio.drivers import open_driver
-    from splitzip_aio.errors import (
-        BusyError,
-        CacheBusyError,
-        CacheError,
-        CacheExistsError,
-        CacheNotFoundError,
-        CheckpointError,
-        ClosedError,
-        CorruptDataError,
-        DriverUnavailableError,
-        InvalidArgumentError,
-        LayerTooLargeError,
-        LeaseReleasedError,
-        ManifestError,
-        ReadError,
-        SourceChangedError,
-        SplitZipError,
-        TransportError,
-        UnknownLayerError,
-        UnsupportedError,
-        WrongEventLoopError,
-    )
     from splitzip_aio.transport import Lease, Transport, open_transport
 
 __version__ = "0.1.0"
@@ -94,7 +95,7 @@ __all__ = [
     "triton_available",
 ]
 
-_HOME = {
+_LAZY = {
     "abc": ("Arena", "ReadDriver"),
     "arena": ("CudaArena", "HostArena"),
     "cache": ("BuildReport", "SplitZipShardCache", "SplitZipShardCacheBuilder", "build_cache"),
@@ -111,13 +112,13 @@ _HOME = {
     "drivers": ("open_driver",),
     "transport": ("Lease", "Transport", "open_transport"),
 }
-_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF.get(name, 'errors')}"), name)
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
