@@ -1,0 +1,68 @@
+"""Where the parts of a segment lie: header, planes, index, tail.
+
+Every offset follows from the schedule, the format and three counts, so a header that states other offsets is damaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "CHUNK_ELEMENTS",
+    "HEADER_BYTES",
+    "MAX_SEGMENT_ELEMENTS",
+    "PLANE_ALIGN",
+    "SEGMENT_ALIGN",
+    "SEGMENT_ELEMENTS",
+    "TILE_ELEMENTS",
+    "Layout",
+    "align",
+]
+
+HEADER_BYTES = 160
+SEGMENT_ALIGN = 32
+PLANE_ALIGN = 16
+SEGMENT_ELEMENTS = 1 << 20
+MAX_SEGMENT_ELEMENTS = 1 << 22
+TILE_ELEMENTS = 4096
+CHUNK_ELEMENTS = 1024
+
+
+def align(size: int, alignment: int) -> int:
+    """``size`` rounded up to a multiple of ``alignment``."""
+    return -(-size // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Byte offsets from the start of a segment; ``segment_bytes`` includes header and padding.
+
+    ``low`` and ``high`` are the residual planes, ``codes`` the plane of the first tier, ``index`` one u32 per tile (or
+    chunk) and one for the end, ``tail`` the rest. An absent part has the offset where it would have started.
+    """
+
+    low: int
+    high: int
+    codes: int
+    index: int
+    tail: int
+    segment_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        elements: int,
+        *,
+        low_bits: int,
+        high_bits: int,
+        code_bits: int,
+        index_entries: int,
+        tail_bits: int,
+    ) -> Layout:
+        """Place planes of so many bits an element, ``index_entries`` u32 values and ``tail_bits`` one after another."""
+        low = HEADER_BYTES
+        high = align(low + (elements * low_bits + 7) // 8, PLANE_ALIGN)
+        codes = align(high + (elements * high_bits + 7) // 8, PLANE_ALIGN)
+        index = align(codes + (elements * code_bits + 7) // 8, PLANE_ALIGN)
+        tail = align(index + 4 * index_entries, PLANE_ALIGN)
+        return cls(low, high, codes, index, tail, align(tail + (tail_bits + 7) // 8, SEGMENT_ALIGN))

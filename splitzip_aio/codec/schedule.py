@@ -1,0 +1,190 @@
+"""Tier schedules: how exponents are coded, what that costs, and which schedule a tensor gets.
+
+A schedule of widths ``(w0, w1, ...)`` codes every exponent in ``w0`` bits: the ``2**w0 - 1`` most frequent
+ones by their rank, all others by the all-ones sentinel, which says "look in the next tier". Tier ``k`` holds ``w_k`` bits
+for each element that reached it, and a raw byte follows after the last. Because a code's place in its tier is its rank
+among the sentinels before it, no positions are stored. ``TOP16`` is the published SplitZip layout instead: 16 codes of
+4 bits and a list of (position, exponent) pairs for the rest.
+
+Sizes follow from the histogram alone, so the choice is the exact minimum and needs no trial encoding.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitzip_aio.codec.formats import BF16, ElementFormat
+from splitzip_aio.codec.layout import CHUNK_ELEMENTS, TILE_ELEMENTS, Layout
+from splitzip_aio.errors import InvalidArgumentError
+
+__all__ = [
+    "CANDIDATES",
+    "MAX_DEPTH",
+    "MAX_WIDTH",
+    "STORED",
+    "TOP16",
+    "Method",
+    "Schedule",
+    "choose_schedule",
+    "encoded_bytes",
+]
+
+MAX_DEPTH = 4
+MAX_WIDTH = 4
+
+
+class Method(enum.IntEnum):
+    """How a segment's planes are laid out; the value is the byte in the segment header."""
+
+    STORED = 0
+    TOP16 = 1
+    TIERS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A coding method with, for tiers, the bits an element takes in each tier."""
+
+    method: Method
+    widths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        tiers = self.method is Method.TIERS
+        depth_ok = 1 <= len(self.widths) <= MAX_DEPTH if tiers else not self.widths
+        if not depth_ok or not all(1 <= width <= MAX_WIDTH for width in self.widths):
+            raise InvalidArgumentError(
+                f"schedule widths {self.widths}: expected 1 to {MAX_DEPTH} tiers of 1 to {MAX_WIDTH} bits, such as (2, 2, 3)"
+            )
+
+    @classmethod
+    def parse(cls, value: str | Sequence[int] | Schedule) -> Schedule:
+        """Read ``"stored"``, ``"top16"``, ``"2,2,3"`` or ``(2, 2, 3)``.
+
+        Raises:
+            InvalidArgumentError: the text or the widths name no schedule.
+        """
+        if isinstance(value, Schedule):
+            return value
+        if not isinstance(value, str):
+            return cls(Method.TIERS, tuple(value))
+        text = value.strip().strip("()").lower()
+        if text in ("stored", "top16"):
+            return cls(Method[text.upper()])
+        try:
+            widths = tuple(int(part) for part in text.split(",") if part.strip())
+        except ValueError:
+            raise InvalidArgumentError(
+                f"schedule {value!r}: expected 'stored', 'top16' or tier widths such as '2,2,3'"
+            ) from None
+        return cls(Method.TIERS, widths)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.widths)) if self.method is Method.TIERS else self.method.name.lower()
+
+    def applies_to(self, fmt: ElementFormat) -> bool:
+        """Whether elements of this format can be coded this way; every format can be stored."""
+        if self.method is Method.TIERS:
+            return fmt.exponent_bits > 0
+        return self.method is Method.STORED or fmt == BF16
+
+    def codebooks(self, histogram: NDArray[np.int64], fmt: ElementFormat) -> tuple[bytes, ...]:
+        """The exponents each tier codes, most frequent first; equal counts in order of value.
+
+        ``histogram`` is (256,) counts of exponents. Entries beyond the format's exponents are zero.
+        """
+        sizes = self.codebook_sizes
+        symbols = 1 << fmt.exponent_bits
+        order = (
+            np.argsort(-histogram[:symbols], kind="stable")
+            .astype(np.uint8)
+            .tobytes()
+            .ljust(sum(sizes), b"\0")
+        )
+        starts = np.concatenate(([0], np.cumsum(sizes))).tolist()
+        return tuple(order[start : start + size] for start, size in zip(starts, sizes, strict=False))
+
+    def layout(self, fmt: ElementFormat, elements: int, tail_bits: int) -> Layout:
+        """Layout of a segment of ``elements`` elements whose tail has ``tail_bits`` bits."""
+        if self.method is Method.STORED:
+            return Layout.of(
+                elements,
+                low_bits=8 * fmt.element_bytes,
+                high_bits=0,
+                code_bits=0,
+                index_entries=0,
+                tail_bits=0,
+            )
+        return Layout.of(
+            elements,
+            low_bits=fmt.low_bits,
+            high_bits=fmt.high_bits,
+            code_bits=self.widths[0] if self.widths else 4,
+            index_entries=-(-elements // self.tile_elements) + 1,
+            tail_bits=tail_bits,
+        )
+
+    def tail_bits(self, histogram: NDArray[np.int64], codebooks: tuple[bytes, ...]) -> int:
+        """Bits in the tail of a segment with these exponent counts: every tier after the first, and the escapes."""
+        left = histogram.copy()
+        bits = 0
+        for book, next_width in zip(codebooks, (*self.widths[1:], self.escape_bits), strict=False):
+            left[list(book)] = 0
+            bits += int(left.sum()) * next_width
+        return bits
+
+    def tail_bounds(self, elements: int, escapes: int) -> tuple[int, int]:
+        """Fewest and most bits that the tail of a segment with these counts can have."""
+        fixed = escapes * self.escape_bits
+        deeper = sum(self.widths[1:])
+        return fixed + escapes * deeper, fixed + elements * deeper
+
+    @property
+    def codebook_sizes(self) -> tuple[int, ...]:
+        """Exponents in the codebook of each tier; for ``TOP16`` its one codebook."""
+        if self.method is Method.TOP16:
+            return (16,)
+        return tuple(2**width - 1 for width in self.widths)
+
+    @property
+    def escape_bits(self) -> int:
+        """Bits in the tail for an exponent that no codebook holds."""
+        return 24 if self.method is Method.TOP16 else 8
+
+    @property
+    def tile_elements(self) -> int:
+        """Elements between two entries of the index."""
+        return CHUNK_ELEMENTS if self.method is Method.TOP16 else TILE_ELEMENTS
+
+
+STORED = Schedule(Method.STORED)
+TOP16 = Schedule(Method.TOP16)
+CANDIDATES = (STORED, TOP16, *(Schedule(Method.TIERS, widths) for widths in ((4,), (3,), (2, 3), (2, 2, 3))))
+
+
+def encoded_bytes(
+    schedule: Schedule, fmt: ElementFormat, histogram: NDArray[np.int64], codebooks: tuple[bytes, ...]
+) -> int:
+    """Exact size of the segment whose exponents have these (256,) counts, header and padding included."""
+    tail_bits = schedule.tail_bits(histogram, codebooks)
+    return schedule.layout(fmt, int(histogram.sum()), tail_bits).segment_bytes
+
+
+def choose_schedule(fmt: ElementFormat, histograms: Sequence[NDArray[np.int64]]) -> Schedule:
+    """The candidate with the fewest encoded bytes for a tensor, headers, indices and padding counted.
+
+    ``histograms`` has one (256,) array of exponent counts per segment; one codebook serves them all. Of equal sizes the
+    simplest wins, in the order of ``CANDIDATES``.
+    """
+    if not histograms:
+        return STORED
+    total = np.sum(histograms, axis=0)
+
+    def size(schedule: Schedule) -> int:
+        return sum(encoded_bytes(schedule, fmt, part, schedule.codebooks(total, fmt)) for part in histograms)
+
+    return min((candidate for candidate in CANDIDATES if candidate.applies_to(fmt)), key=size)
