@@ -99,12 +99,7 @@ class Schedule:
         """
         sizes = self.codebook_sizes
         symbols = 1 << fmt.exponent_bits
-        order = (
-            np.argsort(-histogram[:symbols], kind="stable")
-            .astype(np.uint8)
-            .tobytes()
-            .ljust(sum(sizes), b"\0")
-        )
+        order = np.argsort(-histogram[:symbols], kind="stable").astype(np.uint8).tobytes().ljust(sum(sizes), b"\0")
         starts = np.concatenate(([0], np.cumsum(sizes))).tolist()
         return tuple(order[start : start + size] for start, size in zip(starts, sizes, strict=False))
 
@@ -174,17 +169,23 @@ def encoded_bytes(
     return schedule.layout(fmt, int(histogram.sum()), tail_bits).segment_bytes
 
 
-def choose_schedule(fmt: ElementFormat, histograms: Sequence[NDArray[np.int64]]) -> Schedule:
+def choose_schedule(
+    fmt: ElementFormat,
+    histograms: Sequence[NDArray[np.int64]],
+    *,
+    ranking: NDArray[np.int64] | None = None,
+) -> Schedule:
     """The candidate with the fewest encoded bytes for a tensor, headers, indices and padding counted.
 
-    ``histograms`` has one (256,) array of exponent counts per segment; one codebook serves them all. Of equal sizes the
-    simplest wins, in the order of ``CANDIDATES``.
+    ``histograms`` has one (256,) array of exponent counts per segment. One codebook serves them all: that of
+    ``ranking``, (256,) counts, by default the sum of the histograms. Of equal sizes the simplest wins, in the order
+    of ``CANDIDATES``.
     """
     if not histograms:
         return STORED
-    total = np.sum(histograms, axis=0)
+    ranks = np.sum(histograms, axis=0) if ranking is None else ranking
 
     def size(schedule: Schedule) -> int:
-        return sum(encoded_bytes(schedule, fmt, part, schedule.codebooks(total, fmt)) for part in histograms)
+        return sum(encoded_bytes(schedule, fmt, part, schedule.codebooks(ranks, fmt)) for part in histograms)
 
     return min((candidate for candidate in CANDIDATES if candidate.applies_to(fmt)), key=size)

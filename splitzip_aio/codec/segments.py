@@ -1,0 +1,62 @@
+"""From a tensor to its segments: where it is cut, how it is coded, how large each segment becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitzip_aio.codec.formats import RAW, ElementFormat
+from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
+from splitzip_aio.codec.schedule import Schedule, choose_schedule, encoded_bytes
+from splitzip_aio.errors import InvalidArgumentError
+
+__all__ = ["SegmentPlan", "plan_segments", "segment_spans"]
+
+_RAW_SEGMENT_BYTES = 2 * SEGMENT_ELEMENTS  # as many as a segment of BF16 decodes to
+
+
+def segment_spans(decoded_bytes: int, fmt: ElementFormat) -> Iterator[tuple[int, int]]:
+    """Start and stop of each segment, in bytes of the tensor; none for a tensor of no bytes."""
+    step = _RAW_SEGMENT_BYTES if fmt == RAW else SEGMENT_ELEMENTS * fmt.element_bytes
+    for start in range(0, decoded_bytes, step):
+        yield start, min(start + step, decoded_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlan:
+    """How a tensor is coded, known from its histograms before any of it is encoded.
+
+    ``codebooks`` has one entry per tier, shared by all segments; ``segments`` their exact encoded sizes in bytes.
+    """
+
+    schedule: Schedule
+    codebooks: tuple[bytes, ...]
+    segments: tuple[int, ...]
+
+
+def plan_segments(
+    fmt: ElementFormat,
+    histograms: Sequence[NDArray[np.int64]],
+    *,
+    schedule: Schedule | None = None,
+    ranking: NDArray[np.int64] | None = None,
+) -> SegmentPlan:
+    """Plan a tensor with one (256,) array of exponent counts per segment, as ``cpu.histogram`` gives them.
+
+    ``schedule`` defaults to the candidate with the fewest bytes (:func:`choose_schedule`). ``ranking``, (256,) counts,
+    orders the codebooks; it defaults to the tensor's own, the sum of ``histograms``.
+
+    Raises:
+        InvalidArgumentError: ``schedule`` cannot code ``fmt``.
+    """
+    if schedule is not None and not schedule.applies_to(fmt):
+        raise InvalidArgumentError(f"schedule {schedule} cannot code {fmt.name} elements; they can be 'stored'")
+    if ranking is None:
+        ranking = sum(histograms, np.zeros(256, np.int64))
+    chosen = schedule or choose_schedule(fmt, histograms, ranking=ranking)
+    codebooks = chosen.codebooks(ranking, fmt)
+    sizes = tuple(encoded_bytes(chosen, fmt, part, codebooks) for part in histograms)
+    return SegmentPlan(chosen, codebooks, sizes)
