@@ -1,0 +1,101 @@
+"""I/O back ends behind one surface: io_uring where the kernel lets us, worker threads everywhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from splitzip_aio.abc import ReadDriver
+from splitzip_aio.drivers.completion import CompletionDriver, Engine
+from splitzip_aio.drivers.threads import ThreadsEngine
+from splitzip_aio.errors import DriverUnavailableError, InvalidArgumentError
+
+__all__ = ["DriverName", "open_driver"]
+
+DriverName: TypeAlias = Literal["auto", "uring", "threads"]
+
+MAX_QUEUE_DEPTH = 4096
+CHUNK_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def open_driver(
+    driver: DriverName = "auto",
+    *,
+    buffers: Sequence[memoryview],
+    queue_depth: int = 32,
+) -> ReadDriver:
+    """Make a driver that reads into ``buffers``.
+
+    ``"auto"`` takes the first rung that works here: io_uring with the buffers registered, io_uring without,
+    threads. What was passed over, and why, is logged once and kept in ``statistics().fallbacks``.
+
+    Args:
+        driver: ``"auto"``, ``"uring"`` or ``"threads"``.
+        buffers: the staging slots: writable, contiguous, and page-aligned if files are to be read directly.
+            The driver keeps them alive until it is closed.
+        queue_depth: chunks (of at most 1 MiB) that the kernel is given at once.
+
+    Raises:
+        DriverUnavailableError: ``"uring"`` was asked for and cannot run here.
+        InvalidArgumentError: an unknown name, no buffers or unsuitable ones, or a depth outside [1, 4096].
+    """
+    if driver not in {"auto", "uring", "threads"}:
+        raise InvalidArgumentError(f"driver: expected auto, uring or threads, found {driver!r}")
+    if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
+        raise InvalidArgumentError(f"queue_depth: expected 1 to {MAX_QUEUE_DEPTH}, found {queue_depth}")
+    if not buffers:
+        raise InvalidArgumentError("buffers: a driver needs at least one")
+    views = [_bytes_view(buffer, index) for index, buffer in enumerate(buffers)]
+    addresses = [_address(view) for view in views]
+    engine, fallbacks = _make_engine(driver, views, queue_depth)
+    for reason in fallbacks:
+        logger.warning("%s driver: fell back, %s", engine.name, reason)
+    return CompletionDriver(
+        engine,
+        views,
+        addresses,
+        queue_depth=queue_depth,
+        chunk_bytes=CHUNK_BYTES,
+        fallbacks=fallbacks,
+    )
+
+
+def _make_engine(driver: DriverName, views: Sequence[memoryview], queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
+    if driver == "threads":
+        return ThreadsEngine(views, queue_depth), ()
+    try:
+        return _uring_engine(views, queue_depth)
+    except DriverUnavailableError as exc:
+        if driver == "uring":
+            raise
+        return ThreadsEngine(views, queue_depth), (f"uring: {exc}",)
+
+
+def _uring_engine(views: Sequence[memoryview], queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
+    try:
+        from splitzip_aio.drivers import uring
+    except ImportError as exc:
+        raise DriverUnavailableError(f"liburing cannot be imported ({exc}); pip install liburing") from exc
+    fault = uring.liburing_fault()
+    if fault is not None:
+        raise DriverUnavailableError(fault)
+    engine = uring.UringEngine(views, queue_depth)
+    return engine, tuple(engine.refusals)
+
+
+def _bytes_view(buffer: memoryview, index: int) -> memoryview:
+    try:
+        view = memoryview(buffer).cast("B")
+    except TypeError as exc:
+        raise InvalidArgumentError(f"buffers[{index}]: expected contiguous memory: {exc}") from exc
+    if view.readonly or not len(view):
+        raise InvalidArgumentError(f"buffers[{index}]: expected writable memory of at least a byte")
+    return view
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))

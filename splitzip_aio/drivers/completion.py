@@ -1,0 +1,345 @@
+"""The asynchronous half of every driver: who waits, who reaps, and what cancellation may not do."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from anyio import CancelScope, Event, get_cancelled_exc_class, move_on_after, wait_readable
+from anyio.lowlevel import checkpoint_if_cancelled, current_token
+
+from splitzip_aio.abc import DriverStatistics, FileHandle, IOMode, ReadDriver
+from splitzip_aio.drivers.files import OpenFile, open_file
+from splitzip_aio.drivers.operation import Extent, Operation, Outcome, split
+from splitzip_aio.errors import ClosedError, InvalidArgumentError, WrongEventLoopError
+
+__all__ = ["CompletionDriver", "Engine"]
+
+SUBMIT_AGAIN_S = 0.01
+
+
+class Engine(ABC):
+    """The synchronous half: hands extents to the kernel and collects what became of them.
+
+    Used from the event loop's thread only. It keeps each extent's memory alive until its completion.
+    """
+
+    name: str
+    fixed_buffers = False
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Extents begun and not yet collected."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """A descriptor that is readable while there may be something to collect."""
+
+    @abstractmethod
+    def begin(self, extents: Sequence[Extent]) -> None:
+        """Start reading the rest of each extent. The caller keeps ``in_flight`` within the queue depth."""
+
+    @abstractmethod
+    def flush(self) -> bool:
+        """Submit again what the kernel refused for the moment; True if nothing is left."""
+
+    @abstractmethod
+    def collect(self) -> list[tuple[Extent, int]]:
+        """Extents completed since the last call, each with bytes read or a negated errno. Never waits."""
+
+    def adopt(self, file: OpenFile) -> None:  # noqa: B027 - registering files is an option, not a duty
+        """Prepare for reads of a newly opened file."""
+
+    def disown(self, file: OpenFile) -> None:  # noqa: B027
+        """Forget a file that is about to be closed; none of its extents are in flight."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until nothing is in flight, blocking, then free everything. Idempotent; no-op in a forked child."""
+
+
+class CompletionDriver(ReadDriver):
+    """A driver made of an :class:`Engine`: one event loop, no background task.
+
+    **Who reaps.** There is nothing to do for a driver while nobody waits for a read, so nobody else is
+    employed to do it. Of the tasks in :meth:`read`, one leads: it waits for the engine's descriptor, settles
+    all completions, wakes whoever they belong to, and submits what was queued behind them. When its own read
+    is done it hands the lead to one that still waits. A background task would need a task group, and hence an
+    ``async with`` around the driver's whole life in one task; leading needs none.
+
+    **Backpressure.** At most ``queue_depth`` extents are the kernel's. The others queue here and cost no more
+    than their place in a deque; a caller waits for its extents, however many are before it.
+
+    **Cancellation.** A buffer is the kernel's until its completion arrived: a read of a regular file that the
+    kernel has begun cannot be called back, it will write into the buffer in a moment. If ``read`` raised at
+    once when cancelled, the caller would give that buffer to someone else and their bytes would be overwritten
+    by ours. So a cancelled read withdraws what is still queued, waits for what was begun, shielded, and only
+    then lets the cancellation through. That takes the few milliseconds of a disk read. Asking the kernel to
+    cancel would not shorten it: it only drops requests that no worker and no device has taken up.
+    The wait is a loop since asyncio's own ``Task.cancel`` (``asyncio.timeout``, ``wait_for``) reaches through
+    the shield of an anyio scope. Only a coroutine torn down with its event loop leaves early; its extents then
+    remain the engine's, which keeps the memory alive until it has seen them complete.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        buffers: Sequence[memoryview],
+        addresses: Sequence[int],
+        *,
+        queue_depth: int,
+        chunk_bytes: int,
+        fallbacks: tuple[str, ...],
+    ) -> None:
+        self._engine = engine
+        self._buffers = tuple(buffers)
+        self._addresses = tuple(addresses)
+        self._depth = queue_depth
+        self._chunk_bytes = chunk_bytes
+        self._fallbacks = fallbacks
+        self._files: set[OpenFile] = set()
+        self._queue: deque[Extent] = deque()
+        self._operations: dict[Operation, None] = {}
+        self._led = False
+        self._closed = False
+        self._idle: Event | None = None
+        self._token: object = None
+        self._process = os.getpid()
+        self._outcome = Outcome()
+        self._reads = self._bytes_read = self._direct_bytes_read = 0
+        self._finalizer = weakref.finalize(self, _abandon, engine, self._files)
+
+    @property
+    def name(self) -> str:
+        """Which back end this is: ``"uring"`` or ``"threads"``."""
+        return self._engine.name
+
+    @property
+    def buffers(self) -> Sequence[memoryview]:
+        """The slots, as writable memoryviews of bytes."""
+        return self._buffers
+
+    def open(self, path: str | os.PathLike[str], *, io: IOMode = "auto") -> FileHandle:
+        """Open a regular file for reading; see :meth:`ReadDriver.open`."""
+        self._check_usable()
+        file = open_file(path, io)
+        # Bound to the set and the engine, not to the driver: an extent in flight must not keep the driver alive.
+        file.on_release = partial(_forget, self._files, self._engine)
+        self._files.add(file)
+        self._engine.adopt(file)
+        return file
+
+    async def read(self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int) -> int:
+        """Read an extent of a file into a slot; see :meth:`ReadDriver.read`."""
+        self._check_usable()
+        self._check_loop()
+        opened = self._check_file(file)
+        self._check_range(opened, slot, buffer_offset, offset, nbytes)
+        await checkpoint_if_cancelled()
+        operation = Operation(opened)
+        extents = split(
+            operation,
+            slot=slot,
+            position=buffer_offset,
+            offset=offset,
+            nbytes=nbytes,
+            chunk_bytes=self._chunk_bytes,
+        )
+        await self._perform(operation, extents)
+        if operation.failure is not None:
+            raise operation.failure
+        count = sum(extent.done for extent in extents)
+        self._reads += 1
+        self._bytes_read += count
+        self._direct_bytes_read += count if opened.direct else 0
+        return count
+
+    def statistics(self) -> DriverStatistics:
+        """A snapshot of the counters."""
+        return DriverStatistics(
+            name=self._engine.name,
+            fixed_buffers=self._engine.fixed_buffers,
+            queue_depth=self._depth,
+            fallbacks=self._fallbacks,
+            reads=self._reads,
+            bytes_read=self._bytes_read,
+            direct_bytes_read=self._direct_bytes_read,
+            short_reads=self._outcome.short_reads,
+            retries=self._outcome.retries,
+            in_flight=self._engine.in_flight,
+            queued=sum(operation.queued for operation in self._operations),
+            open_files=sum(not file.closed for file in self._files),
+        )
+
+    async def aclose(self) -> None:
+        """Close files and driver once nothing is in flight; queued reads get ClosedError. Idempotent."""
+        self._closed = True
+        for operation in self._operations:
+            operation.withdraw(ClosedError("the driver was closed before this read began"))
+            operation.wake()
+        cancelled: BaseException | None = None
+        with CancelScope(shield=True):
+            while self._operations:
+                self._idle = self._idle or Event()
+                try:
+                    await self._idle.wait()
+                except get_cancelled_exc_class() as exc:
+                    cancelled = exc
+        self._finalizer.detach()
+        _free(self._engine, self._files)
+        for view in self._buffers:
+            view.release()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _perform(self, operation: Operation, extents: list[Extent]) -> None:
+        """Return when the operation is done; raise only when nothing of it is the kernel's any more."""
+        self._operations[operation] = None
+        operation.file.pin()
+        self._queue.extend(extents)
+        try:
+            self._pump()
+            await self._wait(operation)
+        except GeneratorExit:
+            operation.withdraw()
+            raise
+        except BaseException:
+            operation.withdraw()
+            await self._wait_out(operation)
+            raise
+        finally:
+            del self._operations[operation]
+            if operation.done:
+                operation.file.unpin()
+            self._hand_over()
+
+    async def _wait_out(self, operation: Operation) -> None:
+        with CancelScope(shield=True):
+            while not operation.done:
+                try:
+                    await self._wait(operation)
+                except get_cancelled_exc_class():
+                    continue
+
+    async def _wait(self, operation: Operation) -> None:
+        while not operation.done:
+            if self._led:
+                operation.wakeup = Event()
+                await operation.wakeup.wait()
+            else:
+                await self._lead(operation)
+
+    async def _lead(self, operation: Operation) -> None:
+        self._led = True
+        try:
+            while not operation.done:
+                with move_on_after(None if self._engine.flush() else SUBMIT_AGAIN_S):
+                    await wait_readable(self._engine)
+                self._settle()
+        finally:
+            self._led = False
+
+    def _hand_over(self) -> None:
+        """Wake a waiting operation if none leads, or whoever waits for there to be none."""
+        if not self._operations and self._idle is not None:
+            self._idle.set()
+        if not self._led:
+            for operation in self._operations:
+                if operation.wakeup is not None and not operation.done:
+                    operation.wake()
+                    return
+
+    def _settle(self) -> None:
+        for extent, result in self._engine.collect():
+            operation = extent.operation
+            operation.active -= 1
+            if extent.settle(result, self._outcome) and not operation.withdrawn:
+                operation.queued += 1
+                self._queue.appendleft(extent)
+            if operation.done:
+                operation.wake()
+        self._pump()
+
+    def _pump(self) -> None:
+        """Begin as many queued extents as there is room for, oldest first."""
+        batch: list[Extent] = []
+        room = self._depth - self._engine.in_flight
+        while self._queue and len(batch) < room:
+            extent = self._queue.popleft()
+            if not extent.operation.withdrawn:
+                extent.operation.queued -= 1
+                extent.operation.active += 1
+                batch.append(extent)
+        if batch:
+            self._engine.begin(batch)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the {self.name} driver is closed")
+        if os.getpid() != self._process:
+            raise WrongEventLoopError(
+                f"the {self.name} driver was opened in process {self._process} and cannot be used in its "
+                f"child {os.getpid()}; open another one there"
+            )
+
+    def _check_loop(self) -> None:
+        token = current_token()
+        if self._token is None:
+            self._token = token
+        elif self._token != token:
+            raise WrongEventLoopError(
+                f"the {self.name} driver belongs to the event loop of its first read; open one for each loop"
+            )
+
+    def _check_file(self, file: FileHandle) -> OpenFile:
+        if file.closed:
+            raise ClosedError(f"{file.path}: read from a closed file")
+        if not isinstance(file, OpenFile) or file not in self._files:
+            raise InvalidArgumentError(f"{file.path}: opened by another driver")
+        return file
+
+    def _check_range(self, file: OpenFile, slot: int, position: int, offset: int, nbytes: int) -> None:
+        if not 0 <= slot < len(self._buffers):
+            raise InvalidArgumentError(f"slot {slot} does not exist; there are {len(self._buffers)}")
+        if min(position, offset, nbytes) < 0:
+            raise InvalidArgumentError(
+                f"{file.path}: negative buffer_offset, offset or nbytes: {position}, {offset}, {nbytes}"
+            )
+        if position + nbytes > len(self._buffers[slot]):
+            raise InvalidArgumentError(
+                f"{file.path}: {nbytes} bytes at {position} do not fit slot {slot} of {len(self._buffers[slot])} bytes"
+            )
+        if (offset | nbytes) % file.offset_alignment:
+            raise InvalidArgumentError(
+                f"{file.path}: a direct read needs offset and nbytes in multiples of {file.offset_alignment}, "
+                f"found {offset} and {nbytes}; round outward"
+            )
+        if (self._addresses[slot] + position) % file.memory_alignment:
+            raise InvalidArgumentError(
+                f"{file.path}: a direct read needs memory at a multiple of {file.memory_alignment}; "
+                f"slot {slot} + {position} is at {self._addresses[slot] + position:#x}"
+            )
+
+
+def _forget(files: set[OpenFile], engine: Engine, file: OpenFile) -> None:
+    files.discard(file)
+    engine.disown(file)
+
+
+def _free(engine: Engine, files: set[OpenFile]) -> None:
+    """Wait for the kernel, then let go of everything: the order in which no buffer is written to after."""
+    engine.close()
+    for file in list(files):
+        file.release()
+
+
+def _abandon(engine: Engine, files: set[OpenFile]) -> None:
+    """What is left to do for a driver that was dropped, or whose event loop died, with reads in flight."""
+    warnings.warn(f"a {engine.name} driver was never closed; use 'async with'", ResourceWarning, stacklevel=2)
+    _free(engine, files)
