@@ -27,11 +27,12 @@ __all__ = ["MAGIC", "VERSION", "SegmentHeader", "parse_header"]
 MAGIC = b"SZPS"
 VERSION = 2
 
-# magic, version, format, method, widths, elements, decoded bytes, segment bytes, plane offsets, escapes, tail bits, checksum,
-# digest, codebooks (16 bytes a tier), log2 of the tile; the header checksum follows.
-_FIELDS = struct.Struct("<4sHBB4sIII5IIQQQ64sB15x")
+# magic, version, format, method, widths, elements, decoded bytes, segment bytes, plane offsets, escapes, tail bits,
+# checksum, digest, codebooks (16 bytes a tier), log2 of the tile, reserved (zero); the header checksum follows.
+_FIELDS = struct.Struct("<4sHBB4sIII5IIQQQ64sB15s")
 _CHECK = struct.Struct("<Q")
 _BOOK_BYTES = 16
+_RESERVED = bytes(15)
 _METHODS = {int(method): method for method in Method}
 _TILE_LOG2 = TILE_ELEMENTS.bit_length() - 1
 
@@ -40,8 +41,8 @@ _TILE_LOG2 = TILE_ELEMENTS.bit_length() - 1
 class SegmentHeader:
     """A segment's header, validated.
 
-    ``elements`` counts elements of ``fmt``; ``escapes`` the exponents that no codebook holds; ``checksum`` covers the decoded
-    bytes (``codec.checksum``), ``digest`` is XXH3-64 of everything between header and ``segment_bytes``.
+    ``elements`` counts elements of ``fmt``; ``escapes`` the exponents that no codebook holds; ``checksum`` covers the
+    decoded bytes (``codec.checksum``), ``digest`` is XXH3-64 of everything between header and ``segment_bytes``.
     """
 
     fmt: ElementFormat
@@ -89,8 +90,9 @@ class SegmentHeader:
             self.tail_bits,
             self.checksum,
             self.digest,
-            b"".join(book.ljust(_BOOK_BYTES, b"\0") for book in self.codebooks),
+            _packed(self.codebooks),
             _TILE_LOG2,
+            _RESERVED,
         )
         return fields + _CHECK.pack(xxhash.xxh64_intdigest(fields))
 
@@ -109,9 +111,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, *, where: str) -> Segme
         )
     head = bytes(buffer[:HEADER_BYTES])
     if head[:4] != MAGIC:
-        raise CorruptDataError(
-            f"{where}: expected a segment ({MAGIC!r}), found {head[:4]!r}; rebuild the cache"
-        )
+        raise CorruptDataError(f"{where}: expected a segment ({MAGIC!r}), found {head[:4]!r}; rebuild the cache")
     (found,) = _CHECK.unpack_from(head, _FIELDS.size)
     if xxhash.xxh64_intdigest(head[: _FIELDS.size]) != found:
         raise CorruptDataError(f"{where}: segment header fails its checksum; rebuild the cache")
@@ -131,11 +131,12 @@ def parse_header(buffer: bytes | bytearray | memoryview, *, where: str) -> Segme
         digest,
         books,
         tile,
+        reserved,
     ) = _FIELDS.unpack_from(head)
     if version != VERSION or tile != _TILE_LOG2:
         raise CorruptDataError(
-            f"{where}: segment version {version} with tiles of 2**{tile} elements, this release reads version {VERSION} "
-            f"with 2**{_TILE_LOG2}; rebuild the cache or use the release that wrote it"
+            f"{where}: segment version {version} with tiles of 2**{tile} elements, this release reads version "
+            f"{VERSION} with 2**{_TILE_LOG2}; rebuild the cache or use the release that wrote it"
         )
     fmt = format_from_code(code)
     schedule = _schedule(method, widths)
@@ -143,10 +144,10 @@ def parse_header(buffer: bytes | bytearray | memoryview, *, where: str) -> Segme
         raise CorruptDataError(
             f"{where}: no such coding: format {code}, method {method}, widths {tuple(widths)}; rebuild the cache"
         )
-    header = SegmentHeader(
-        fmt, schedule, elements, escapes, tail_bits, check, digest, _codebooks(schedule, books)
-    )
+    header = SegmentHeader(fmt, schedule, elements, escapes, tail_bits, check, digest, _codebooks(schedule, books))
     _check_counts(header, decoded, size, offsets, len(buffer), where)
+    if reserved != _RESERVED or books != _packed(header.codebooks):
+        raise CorruptDataError(f"{where}: bytes of the segment header that must be zero are not; rebuild the cache")
     return header
 
 
@@ -158,7 +159,13 @@ def _schedule(method: int, widths: bytes) -> Schedule | None:
 
 
 def _codebooks(schedule: Schedule, packed: bytes) -> tuple[bytes, ...]:
-    return tuple(packed[16 * tier : 16 * tier + size] for tier, size in enumerate(schedule.codebook_sizes))
+    return tuple(packed[_BOOK_BYTES * tier :][:size] for tier, size in enumerate(schedule.codebook_sizes))
+
+
+def _packed(codebooks: tuple[bytes, ...]) -> bytes:
+    """The codebooks as the header has them: 16 bytes a tier, zeros behind their entries."""
+    books = b"".join(book.ljust(_BOOK_BYTES, b"\0") for book in codebooks)
+    return books.ljust(MAX_DEPTH * _BOOK_BYTES, b"\0")
 
 
 def _check_counts(
