@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from splitzip_aio.abc import ReadDriver
 from splitzip_aio.drivers.completion import CompletionDriver, Engine
+from splitzip_aio.drivers.operation import Slots
 from splitzip_aio.drivers.threads import ThreadsEngine
 from splitzip_aio.errors import DriverUnavailableError, InvalidArgumentError
 
@@ -49,33 +50,26 @@ def open_driver(
         raise InvalidArgumentError(f"queue_depth: expected 1 to {MAX_QUEUE_DEPTH}, found {queue_depth}")
     if not buffers:
         raise InvalidArgumentError("buffers: a driver needs at least one")
-    views = [_bytes_view(buffer, index) for index, buffer in enumerate(buffers)]
-    addresses = [_address(view) for view in views]
-    engine, fallbacks = _make_engine(driver, views, queue_depth)
+    views = tuple(_bytes_view(buffer, index) for index, buffer in enumerate(buffers))
+    slots = Slots(views, tuple(_address(view) for view in views))
+    engine, fallbacks = _make_engine(driver, slots, queue_depth)
     for reason in fallbacks:
         logger.warning("%s driver: fell back, %s", engine.name, reason)
-    return CompletionDriver(
-        engine,
-        views,
-        addresses,
-        queue_depth=queue_depth,
-        chunk_bytes=CHUNK_BYTES,
-        fallbacks=fallbacks,
-    )
+    return CompletionDriver(engine, slots, queue_depth=queue_depth, chunk_bytes=CHUNK_BYTES, fallbacks=fallbacks)
 
 
-def _make_engine(driver: DriverName, views: Sequence[memoryview], queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
+def _make_engine(driver: DriverName, slots: Slots, queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
     if driver == "threads":
-        return ThreadsEngine(views, queue_depth), ()
+        return ThreadsEngine(slots, queue_depth), ()
     try:
-        return _uring_engine(views, queue_depth)
+        return _uring_engine(slots, queue_depth)
     except DriverUnavailableError as exc:
         if driver == "uring":
             raise
-        return ThreadsEngine(views, queue_depth), (f"uring: {exc}",)
+        return ThreadsEngine(slots, queue_depth), (f"uring: {exc}",)
 
 
-def _uring_engine(views: Sequence[memoryview], queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
+def _uring_engine(slots: Slots, queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
     try:
         from splitzip_aio.drivers import uring
     except ImportError as exc:
@@ -83,7 +77,7 @@ def _uring_engine(views: Sequence[memoryview], queue_depth: int) -> tuple[Engine
     fault = uring.liburing_fault()
     if fault is not None:
         raise DriverUnavailableError(fault)
-    engine = uring.UringEngine(views, queue_depth)
+    engine = uring.UringEngine(slots, queue_depth)
     return engine, tuple(engine.refusals)
 
 

@@ -15,7 +15,7 @@ from anyio.lowlevel import checkpoint_if_cancelled, current_token
 
 from splitzip_aio.abc import DriverStatistics, FileHandle, IOMode, ReadDriver
 from splitzip_aio.drivers.files import OpenFile, open_file
-from splitzip_aio.drivers.operation import Extent, Operation, Outcome, split
+from splitzip_aio.drivers.operation import Extent, Operation, Outcome, Slots, split
 from splitzip_aio.errors import ClosedError, InvalidArgumentError, WrongEventLoopError
 
 __all__ = ["CompletionDriver", "Engine"]
@@ -90,16 +90,14 @@ class CompletionDriver(ReadDriver):
     def __init__(
         self,
         engine: Engine,
-        buffers: Sequence[memoryview],
-        addresses: Sequence[int],
+        slots: Slots,
         *,
         queue_depth: int,
         chunk_bytes: int,
         fallbacks: tuple[str, ...],
     ) -> None:
         self._engine = engine
-        self._buffers = tuple(buffers)
-        self._addresses = tuple(addresses)
+        self._slots = slots
         self._depth = queue_depth
         self._chunk_bytes = chunk_bytes
         self._fallbacks = fallbacks
@@ -123,7 +121,7 @@ class CompletionDriver(ReadDriver):
     @property
     def buffers(self) -> Sequence[memoryview]:
         """The slots, as writable memoryviews of bytes."""
-        return self._buffers
+        return self._slots.views
 
     def open(self, path: str | os.PathLike[str], *, io: IOMode = "auto") -> FileHandle:
         """Open a regular file for reading; see :meth:`ReadDriver.open`."""
@@ -193,8 +191,7 @@ class CompletionDriver(ReadDriver):
                     cancelled = exc
         self._finalizer.detach()
         _free(self._engine, self._files)
-        for view in self._buffers:
-            view.release()
+        self._slots.release()
         if cancelled is not None:
             raise cancelled
 
@@ -305,25 +302,25 @@ class CompletionDriver(ReadDriver):
         return file
 
     def _check_range(self, file: OpenFile, slot: int, position: int, offset: int, nbytes: int) -> None:
-        if not 0 <= slot < len(self._buffers):
-            raise InvalidArgumentError(f"slot {slot} does not exist; there are {len(self._buffers)}")
+        if not 0 <= slot < len(self._slots.views):
+            raise InvalidArgumentError(f"slot {slot} does not exist; there are {len(self._slots.views)}")
         if min(position, offset, nbytes) < 0:
             raise InvalidArgumentError(
                 f"{file.path}: negative buffer_offset, offset or nbytes: {position}, {offset}, {nbytes}"
             )
-        if position + nbytes > len(self._buffers[slot]):
-            raise InvalidArgumentError(
-                f"{file.path}: {nbytes} bytes at {position} do not fit slot {slot} of {len(self._buffers[slot])} bytes"
-            )
+        size = len(self._slots.views[slot])
+        if position + nbytes > size:
+            raise InvalidArgumentError(f"{file.path}: {nbytes} bytes at {position} do not fit a slot of {size} bytes")
         if (offset | nbytes) % file.offset_alignment:
             raise InvalidArgumentError(
                 f"{file.path}: a direct read needs offset and nbytes in multiples of {file.offset_alignment}, "
                 f"found {offset} and {nbytes}; round outward"
             )
-        if (self._addresses[slot] + position) % file.memory_alignment:
+        address = self._slots.addresses[slot] + position
+        if address % file.memory_alignment:
             raise InvalidArgumentError(
                 f"{file.path}: a direct read needs memory at a multiple of {file.memory_alignment}; "
-                f"slot {slot} + {position} is at {self._addresses[slot] + position:#x}"
+                f"slot {slot} + {position} is at {address:#x}"
             )
 
 

@@ -11,10 +11,28 @@ from anyio import Event
 from splitzip_aio.drivers.files import OpenFile
 from splitzip_aio.errors import ReadError, SplitZipError
 
-__all__ = ["Extent", "Operation", "Outcome", "split"]
+__all__ = ["Extent", "Operation", "Outcome", "Slots", "split"]
 
 RETRIES_WITHOUT_PROGRESS = 16
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The memory that is read into: each slot as a view of bytes, and the address of its first byte."""
+
+    views: tuple[memoryview, ...]
+    addresses: tuple[int, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of all slots together."""
+        return sum(len(view) for view in self.views)
+
+    def release(self) -> None:
+        """Let go of the memory, so that its owner can unmap it. Idempotent."""
+        for view in self.views:
+            view.release()
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from splitzip_aio.drivers.completion import Engine
-from splitzip_aio.drivers.operation import Extent
+from splitzip_aio.drivers.operation import Extent, Slots
 
 __all__ = ["ThreadsEngine"]
 
@@ -25,8 +25,8 @@ class ThreadsEngine(Engine):
 
     name = "threads"
 
-    def __init__(self, buffers: Sequence[memoryview], queue_depth: int) -> None:
-        self._buffers = buffers
+    def __init__(self, slots: Slots, queue_depth: int) -> None:
+        self._slots = slots
         self._process = os.getpid()
         self._in_flight = 0
         self._completed: deque[tuple[Extent, int]] = deque()
@@ -47,7 +47,7 @@ class ThreadsEngine(Engine):
         """Give each extent to a worker."""
         for extent in extents:
             start = extent.position + extent.done
-            view = self._buffers[extent.slot][start : extent.position + extent.nbytes]
+            view = self._slots.views[extent.slot][start : extent.position + extent.nbytes]
             self._in_flight += 1
             self._pool.submit(self._work, extent, extent.file.descriptor, view, extent.offset + extent.done)
 

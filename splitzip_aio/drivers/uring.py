@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import resource
@@ -18,7 +19,7 @@ import liburing
 
 from splitzip_aio.drivers.completion import Engine
 from splitzip_aio.drivers.files import OpenFile
-from splitzip_aio.drivers.operation import Extent
+from splitzip_aio.drivers.operation import Extent, Slots
 from splitzip_aio.errors import DriverUnavailableError, ReadError
 
 __all__ = ["UringEngine", "liburing_fault"]
@@ -27,11 +28,15 @@ REGISTERED_FILES = 64
 NOT_NOW = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
 
 _TRIAL = """
-import sys
+import ctypes, sys
 sys.path.insert(0, sys.argv[1])
 import liburing as u
-ring, cqe, page = u.Ring(), u.Cqe(), memoryview(bytearray(4096))
+ring, cqe, page = u.Ring(), u.Cqe(), bytearray(4096)
 iovec = u.Iovec([page])
+count, array = (ctypes.c_size_t * 2).from_address(id(iovec) + object.__basicsize__)
+assert count == 1, "unknown layout of Iovec"
+base, length = (ctypes.c_size_t * 2).from_address(array)
+assert (base, length) == (ctypes.addressof(ctypes.c_char.from_buffer(page)), 4096), "unknown layout of Iovec"
 u.probe()
 try:
     u.io_uring_queue_init(1, ring, 0)
@@ -45,6 +50,26 @@ try:
 except (OSError, RuntimeError):
     pass
 """
+
+
+class _Iovecs:
+    """An array of iovecs that can be pointed at any memory, again and again.
+
+    ``liburing.Iovec`` takes memoryviews but never lets go of them: each would leak, and with it the slot's
+    mapping. So it is made over bytearrays, of which it keeps no more than the address, and the addresses are
+    then overwritten. An Iovec is an object header, a count, and a pointer to the array; :data:`_TRIAL` checks.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.native = liburing.Iovec([bytearray(1)] * count)
+        self._words = (ctypes.c_size_t * (2 * count)).from_address(
+            ctypes.c_size_t.from_address(id(self.native) + object.__basicsize__ + ctypes.sizeof(ctypes.c_size_t)).value
+        )
+
+    def point(self, index: int, address: int, nbytes: int) -> None:
+        """Make one iovec describe ``nbytes`` of memory at ``address``."""
+        self._words[2 * index] = address
+        self._words[2 * index + 1] = nbytes
 
 
 @cache
@@ -81,17 +106,18 @@ def liburing_fault() -> str | None:
 class UringEngine(Engine):
     """One submission queue, one completion queue, and the memory that the kernel may be writing to.
 
-    The kernel copies an iovec when it takes the request, but pages are only safe while something refers to
-    them: an entry of ``_owned`` keeps the extent, its iovec and its view until the completion was collected.
+    The kernel copies an iovec when it takes the request, but the memory it points at is only safe while the
+    slots live, so the engine keeps them, and ``_owned`` tells which extents the kernel still has.
     """
 
     name = "uring"
 
-    def __init__(self, buffers: Sequence[memoryview], queue_depth: int) -> None:
-        self._buffers = buffers
+    def __init__(self, slots: Slots, queue_depth: int) -> None:
+        self._slots = slots
         self._process = os.getpid()
-        self._owned: dict[int, tuple[Extent, Any, memoryview]] = {}
-        self._next_token = 0
+        self._owned: dict[int, Extent] = {}
+        self._vectors = [_Iovecs(1) for _ in range(queue_depth)]
+        self._free_vectors = list(range(queue_depth))
         self._closed = False
         self._cqe = liburing.Cqe()
         self._ring = _new_ring(queue_depth)
@@ -136,22 +162,24 @@ class UringEngine(Engine):
 
     def _prepare(self, extent: Extent) -> None:
         file = extent.file
-        view = self._buffers[extent.slot][extent.position + extent.done : extent.position + extent.nbytes]
-        iovec = liburing.Iovec([view])
+        token = self._free_vectors.pop()
+        vector = self._vectors[token]
+        start = extent.position + extent.done
+        vector.point(0, self._slots.addresses[extent.slot] + start, extent.nbytes - extent.done)
         sqe = liburing.io_uring_get_sqe(self._ring)
         target = file.descriptor if file.registered_index is None else file.registered_index
+        offset = extent.offset + extent.done
         if self.fixed_buffers:
-            liburing.io_uring_prep_readv_fixed(sqe, target, iovec, extent.slot, extent.offset + extent.done)
+            liburing.io_uring_prep_readv_fixed(sqe, target, vector.native, extent.slot, offset)
         else:
-            liburing.io_uring_prep_readv(sqe, target, iovec, extent.offset + extent.done)
+            liburing.io_uring_prep_readv(sqe, target, vector.native, offset)
         # A read that the page cache can serve is a memcpy on the submitting thread, which is the event loop's;
         # IOSQE_ASYNC gives it to kernel workers, which copy in parallel.
         sqe.flags = (0 if file.direct else liburing.IOSQE_ASYNC) | (
             0 if file.registered_index is None else liburing.IOSQE_FIXED_FILE
         )
-        sqe.user_data = self._next_token
-        self._owned[self._next_token] = (extent, iovec, view)
-        self._next_token += 1
+        sqe.user_data = token
+        self._owned[token] = extent
 
     def flush(self) -> bool:
         """Submit what is prepared. EAGAIN and EBUSY mean later: the entries stay in the submission queue."""
@@ -178,8 +206,8 @@ class UringEngine(Engine):
             except OSError as exc:
                 result = -(exc.errno or errno.EIO)
             liburing.io_uring_cqe_seen(self._ring, entry)
-            extent, _, _ = self._owned.pop(token)
-            completions.append((extent, result))
+            self._free_vectors.append(token)
+            completions.append((self._owned.pop(token), result))
         return completions
 
     def close(self) -> None:
@@ -199,10 +227,17 @@ class UringEngine(Engine):
         if not liburing.probe().get("IORING_OP_READV_FIXED"):
             self.refusals.append("fixed buffers: the kernel has no vectored fixed reads (Linux 6.15 has)")
             return False
+        count = len(self._slots.views)
+        if count > liburing.IOV_MAX:
+            self.refusals.append(f"fixed buffers: {count} slots, but {liburing.IOV_MAX} can be registered")
+            return False
+        iovecs = _Iovecs(count)
+        for index, (view, address) in enumerate(zip(self._slots.views, self._slots.addresses, strict=True)):
+            iovecs.point(index, address, len(view))
         try:
-            liburing.io_uring_register_buffers(self._ring, liburing.Iovec(list(self._buffers)))
-        except (OSError, ValueError) as exc:
-            self.refusals.append(f"fixed buffers: {_registration_reason(exc, self._buffers)}")
+            liburing.io_uring_register_buffers(self._ring, iovecs.native)
+        except OSError as exc:
+            self.refusals.append(f"fixed buffers: {_registration_reason(exc, self._slots.total_bytes)}")
             return False
         return True
 
@@ -244,13 +279,10 @@ def _setup_reason(exc: OSError) -> str:
             return f"{errno.errorcode.get(exc.errno or 0, 'error')}, {exc.strerror}"
 
 
-def _registration_reason(exc: OSError | ValueError, buffers: Sequence[memoryview]) -> str:
-    if isinstance(exc, ValueError):
-        return f"{len(buffers)} slots are more than liburing can register"
-    total = sum(len(buffer) for buffer in buffers)
+def _registration_reason(exc: OSError, total_bytes: int) -> str:
     if exc.errno == errno.ENOMEM:
-        return f"ENOMEM, {total} bytes exceed RLIMIT_MEMLOCK ({_memlock()}); raise it (ulimit -l)"
-    return f"{errno.errorcode.get(exc.errno or 0, 'error')} for {total} bytes, {exc.strerror}"
+        return f"ENOMEM, {total_bytes} bytes exceed RLIMIT_MEMLOCK ({_memlock()}); raise it (ulimit -l)"
+    return f"{errno.errorcode.get(exc.errno or 0, 'error')} for {total_bytes} bytes, {exc.strerror}"
 
 
 def _memlock() -> str:
