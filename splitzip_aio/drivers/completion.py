@@ -203,11 +203,10 @@ class CompletionDriver(ReadDriver):
         try:
             self._pump()
             await self._wait(operation)
-        except GeneratorExit:
+        except BaseException as exc:
             operation.withdraw()
-            raise
-        except BaseException:
-            operation.withdraw()
+            if _torn_down(exc):
+                raise GeneratorExit from exc
             await self._wait_out(operation)
             raise
         finally:
@@ -236,8 +235,11 @@ class CompletionDriver(ReadDriver):
         self._led = True
         try:
             while not operation.done:
-                with move_on_after(None if self._engine.flush() else SUBMIT_AGAIN_S):
+                if self._engine.flush():
                     await wait_readable(self._engine)
+                else:
+                    with move_on_after(SUBMIT_AGAIN_S):
+                        await wait_readable(self._engine)
                 self._settle()
         finally:
             self._led = False
@@ -322,6 +324,15 @@ class CompletionDriver(ReadDriver):
                 f"{file.path}: a direct read needs memory at a multiple of {file.memory_alignment}; "
                 f"slot {slot} + {position} is at {address:#x}"
             )
+
+
+def _torn_down(exc: BaseException | None) -> bool:
+    """Whether a coroutine is being closed, maybe with a complaint of its dead event loop on top."""
+    while exc is not None:
+        if isinstance(exc, GeneratorExit):
+            return True
+        exc = exc.__context__
+    return False
 
 
 def _forget(files: set[OpenFile], engine: Engine, file: OpenFile) -> None:
