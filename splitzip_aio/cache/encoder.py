@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from splitzip_aio.cache.content import ContentHasher
 from splitzip_aio.cache.segments import segment_count, segment_range
 from splitzip_aio.codec import cpu
+from splitzip_aio.codec.codebook import SplitZipCodebook
 from splitzip_aio.codec.formats import RAW, ElementFormat, element_format
 from splitzip_aio.codec.schedule import STORED, Schedule
 from splitzip_aio.codec.segments import SegmentPlan, plan_segments
 from splitzip_aio.errors import SourceChangedError
 
 __all__ = ["ArrayTensor", "Survey", "TensorData", "TensorEncoder"]
-
-_TOP = 16
 
 
 class TensorData(Protocol):
@@ -77,10 +76,9 @@ class Survey:
     @property
     def coverage(self) -> float | None:
         """Share of the elements whose exponent is among the 16 most frequent; None without elements or exponents."""
-        total = self.total
-        if self.fmt == RAW or not total.any():
+        if self.fmt == RAW or not self.histograms:
             return None
-        return float(np.sort(total)[-_TOP:].sum() / total.sum())
+        return SplitZipCodebook.from_histogram(self.total, self.fmt).coverage
 
 
 class TensorEncoder:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from splitzip_aio.codec.formats import RAW, element_format
+from splitzip_aio.codec.formats import element_format
+from splitzip_aio.codec.segments import decoded_segment_bytes
 
-__all__ = ["RAW_BYTES_PER_ELEMENT", "segment_bytes", "segment_count", "segment_range"]
-
-RAW_BYTES_PER_ELEMENT = 2
-"""Bytes of a dtype without a coded exponent that count as one element of a segment: as many as a BF16 has."""
+__all__ = ["segment_bytes", "segment_count", "segment_range"]
 
 
 def segment_bytes(dtype: str, segment_elements: int) -> int:
     """Decoded bytes of every segment of a tensor but its last."""
-    fmt = element_format(dtype)
-    return segment_elements * (RAW_BYTES_PER_ELEMENT if fmt == RAW else fmt.element_bytes)
+    return decoded_segment_bytes(element_format(dtype), segment_elements)
 
 
 def segment_count(nbytes: int, dtype: str, segment_elements: int) -> int:

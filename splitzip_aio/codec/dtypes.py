@@ -135,7 +135,11 @@ def torch_view(contents: torch.Tensor, dtype: str, shape: Sequence[int]) -> torc
     if dtype == "F4" and shape and shape[-1] % 2 == 0:
         name, shape = _PAIRS_OF_F4, (*shape[:-1], shape[-1] // 2)
     target = getattr(torch, name, None) if name else None
-    return contents if target is None else contents.view(target).reshape(tuple(shape))
+    if target is None:
+        return contents
+    if not contents.numel():  # may have a stride that cannot be viewed
+        return torch.empty(tuple(shape), dtype=target, device=contents.device)
+    return contents.view(target).reshape(tuple(shape))
 
 
 def _safetensors_dtype(dtype: torch.dtype) -> str | None:

@@ -13,14 +13,19 @@ from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
 from splitzip_aio.codec.schedule import Schedule, choose_schedule, encoded_bytes
 from splitzip_aio.errors import InvalidArgumentError
 
-__all__ = ["SegmentPlan", "plan_segments", "segment_spans"]
+__all__ = ["SegmentPlan", "decoded_segment_bytes", "plan_segments", "segment_spans"]
 
-_RAW_SEGMENT_BYTES = 2 * SEGMENT_ELEMENTS  # as many as a segment of BF16 decodes to
+_RAW_BYTES_PER_ELEMENT = 2  # as many as a BF16 has, so that segments of both are alike
+
+
+def decoded_segment_bytes(fmt: ElementFormat, segment_elements: int = SEGMENT_ELEMENTS) -> int:
+    """Decoded bytes of every segment of a tensor but its last. Of ``RAW``, two bytes count as one element."""
+    return segment_elements * (_RAW_BYTES_PER_ELEMENT if fmt == RAW else fmt.element_bytes)
 
 
 def segment_spans(decoded_bytes: int, fmt: ElementFormat) -> Iterator[tuple[int, int]]:
     """Start and stop of each segment, in bytes of the tensor; none for a tensor of no bytes."""
-    step = _RAW_SEGMENT_BYTES if fmt == RAW else SEGMENT_ELEMENTS * fmt.element_bytes
+    step = decoded_segment_bytes(fmt)
     for start in range(0, decoded_bytes, step):
         yield start, min(start + step, decoded_bytes)
 
