@@ -16,7 +16,7 @@ from anyio.lowlevel import checkpoint_if_cancelled, current_token
 from splitzip_aio.abc import DriverStatistics, FileHandle, IOMode, ReadDriver
 from splitzip_aio.drivers.files import OpenFile, open_file
 from splitzip_aio.drivers.operation import Extent, Operation, Outcome, Slots, split
-from splitzip_aio.errors import ClosedError, InvalidArgumentError, WrongEventLoopError
+from splitzip_aio.errors import ClosedError, InvalidArgumentError, ReadError, WrongEventLoopError
 
 __all__ = ["CompletionDriver", "Engine"]
 
@@ -130,7 +130,11 @@ class CompletionDriver(ReadDriver):
         # Bound to the set and the engine, not to the driver: an extent in flight must not keep the driver alive.
         file.on_release = partial(_forget, self._files, self._engine)
         self._files.add(file)
-        self._engine.adopt(file)
+        try:
+            self._engine.adopt(file)
+        except ReadError:
+            file.release()
+            raise
         return file
 
     async def read(self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int) -> int:

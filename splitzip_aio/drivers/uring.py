@@ -122,8 +122,7 @@ class UringEngine(Engine):
         self._cqe = liburing.Cqe()
         self._ring = _new_ring(queue_depth)
         try:
-            self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            liburing.io_uring_register_eventfd(self._ring, self._event)
+            self._event = _new_eventfd(self._ring)
         except OSError as exc:
             liburing.io_uring_queue_exit(self._ring)
             raise DriverUnavailableError(f"io_uring has no completion event: {exc.strerror}") from exc
@@ -143,9 +142,12 @@ class UringEngine(Engine):
     def adopt(self, file: OpenFile) -> None:
         """Register the descriptor while there is room in the table; plain descriptors work too."""
         if self._free_indices:
-            index = self._free_indices.pop()
-            liburing.io_uring_register_files_update(self._ring, liburing.FileIndex([file.descriptor]), index)
-            file.registered_index = index
+            index = self._free_indices[-1]
+            try:
+                liburing.io_uring_register_files_update(self._ring, liburing.FileIndex([file.descriptor]), index)
+            except OSError as exc:
+                raise ReadError(exc.errno, f"io_uring cannot register it: {exc.strerror}", file.path) from exc
+            file.registered_index = self._free_indices.pop()
 
     def disown(self, file: OpenFile) -> None:
         """Take the descriptor out of the table, which would else keep the file open."""
@@ -260,6 +262,16 @@ def _new_ring(queue_depth: int) -> Any:
     with suppress(OSError):
         liburing.io_uring_ring_dontfork(ring)
     return ring
+
+
+def _new_eventfd(ring: Any) -> int:
+    event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        liburing.io_uring_register_eventfd(ring, event)
+    except OSError:
+        os.close(event)
+        raise
+    return event
 
 
 def _setup_reason(exc: OSError) -> str:
