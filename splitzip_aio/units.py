@@ -50,4 +50,4 @@ def parse_bytes(value: int | str, *, name: str = "size") -> int:
     size = Fraction(match["number"]) * factor
     if size.denominator != 1:
         raise InvalidArgumentError(f"{name}: {value!r} is not a whole number of bytes")
-    return size.numerator
+    return int(size)
