@@ -48,8 +48,8 @@ class SplitZipShardCache:
 
     The cache is treated as untrusted: its manifest is checked before anything in it is followed, no file outside
     ``root`` is opened, and every byte that is decoded is covered by a checksum. It is read as it was when it was
-    opened, also after a rebuild. Methods may be called from several threads; close it, or leave its ``with`` block, after
-    the last of them has returned.
+    opened, also after a rebuild. Methods may be called from several threads; close it, or leave its ``with`` block,
+    after the last of them has returned.
 
     Args:
         root: the cache's directory.
