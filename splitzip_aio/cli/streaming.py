@@ -1,0 +1,146 @@
+"""Streams a whole cache through the transport, layer by layer, and says how that went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import anyio
+import torch
+from anyio.abc import TaskGroup
+
+import splitzip_aio
+from splitzip_aio.cache.progress import Progress, ProgressCallback
+from splitzip_aio.drivers import DriverName
+from splitzip_aio.telemetry import TransportStatistics
+
+__all__ = ["StreamReport", "Visit", "best_device", "stream_cache"]
+
+Visit = Callable[[Mapping[str, torch.Tensor]], None]
+"""Called with the tensors of each layer, valid until it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport:
+    """One pass over a cache: what was streamed, how fast, and by which means.
+
+    Attributes:
+        cache: the cache's root.
+        device: where tensors were decoded to; ``gpu`` is its name, None on the CPU.
+        driver: which driver read.
+        direct: every pack was read past the page cache.
+        fixed_buffers: the slots were registered with the kernel.
+        pinned: the slots were page-locked for the GPU.
+        layers, tensors: how many were handed out.
+        raw_bytes: bytes of those tensors.
+        wire_bytes: encoded bytes read and copied for them.
+        raw_bytes_per_s, wire_bytes_per_s: those over ``seconds``.
+        open_s: seconds to open the transport.
+        seconds: seconds from the first request until the last layer was decoded.
+        fallbacks: each better way that could not be taken, and why.
+        statistics: the transport's own account.
+    """
+
+    cache: str
+    device: str
+    gpu: str | None
+    driver: str
+    direct: bool
+    fixed_buffers: bool
+    pinned: bool
+    layers: int
+    tensors: int
+    raw_bytes: int
+    wire_bytes: int
+    open_s: float
+    seconds: float
+    raw_bytes_per_s: float
+    wire_bytes_per_s: float
+    fallbacks: tuple[str, ...]
+    statistics: TransportStatistics
+
+
+def best_device(name: str) -> torch.device:
+    """The device of this name; ``auto`` is the first GPU if torch sees one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as exc:
+        raise splitzip_aio.InvalidArgumentError(f"device {name!r}: expected auto, cpu or cuda:0") from exc
+
+
+async def stream_cache(
+    root: Path,
+    *,
+    device: torch.device,
+    driver: DriverName,
+    total_bytes: int,
+    progress: ProgressCallback,
+    visit: Visit | None = None,
+) -> StreamReport:
+    """Ask for every layer in execution order, and give each to ``visit``; tell ``progress`` how
+    many of ``total_bytes`` came.
+
+    Raises:
+        SplitZipError: the cache, the driver or the device cannot be used, or stored bytes are wrong.
+    """
+    tensors = raw_bytes = 0
+    began = time.perf_counter()
+    async with splitzip_aio.open_transport(root, device=device, driver=driver) as transport, _tasks() as tasks:
+        opened = time.perf_counter()
+        for layer, following in zip_longest(transport.layers, transport.layers[1:]):
+            if following is not None:
+                tasks.start_soon(_warm, transport, following)
+            async with await transport.prefetch(layer) as lease:
+                if visit is not None:
+                    visit(lease.tensors)
+                tensors += len(lease.tensors)
+                raw_bytes += sum(tensor.nbytes for tensor in lease.tensors.values())
+            progress(Progress(raw_bytes, total_bytes, layer))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds = time.perf_counter() - opened
+        statistics = transport.statistics()
+    return StreamReport(
+        cache=str(root),
+        device=str(device),
+        gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        driver=statistics.io.name,
+        direct=statistics.direct_files == statistics.files,
+        fixed_buffers=statistics.io.fixed_buffers,
+        pinned=statistics.ring.pinned,
+        layers=len(transport.layers),
+        tensors=tensors,
+        raw_bytes=raw_bytes,
+        wire_bytes=statistics.wire_bytes,
+        open_s=opened - began,
+        seconds=seconds,
+        raw_bytes_per_s=raw_bytes / seconds,
+        wire_bytes_per_s=statistics.wire_bytes / seconds,
+        fallbacks=statistics.fallbacks,
+        statistics=statistics,
+    )
+
+
+async def _warm(transport: splitzip_aio.Transport, layer: str) -> None:
+    """Have a layer on its way before it is asked for: the demand joins this one."""
+    lease = await transport.prefetch(layer)
+    lease.release()
+
+
+@asynccontextmanager
+async def _tasks() -> AsyncIterator[TaskGroup]:
+    """A task group whose first error comes out as it is, not as a group: one line is what people read."""
+    try:
+        async with anyio.create_task_group() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
