@@ -14,6 +14,7 @@ __all__ = [
     "PLANE_ALIGN",
     "SEGMENT_ALIGN",
     "SEGMENT_ELEMENTS",
+    "TAIL_SLACK",
     "TILE_ELEMENTS",
     "Layout",
     "align",
@@ -24,8 +25,9 @@ SEGMENT_ALIGN = 32
 PLANE_ALIGN = 16
 SEGMENT_ELEMENTS = 1 << 20
 MAX_SEGMENT_ELEMENTS = 1 << 22
-TILE_ELEMENTS = 4096
+TILE_ELEMENTS = 8192
 CHUNK_ELEMENTS = 1024
+TAIL_SLACK = 8  # zero bytes after the tail's last word, so that a decoder may read a word too far
 
 
 def align(size: int, alignment: int) -> int:
@@ -65,4 +67,5 @@ class Layout:
         codes = align(high + (elements * high_bits + 7) // 8, PLANE_ALIGN)
         index = align(codes + (elements * code_bits + 7) // 8, PLANE_ALIGN)
         tail = align(index + 4 * index_entries, PLANE_ALIGN)
-        return cls(low, high, codes, index, tail, align(tail + (tail_bits + 7) // 8, SEGMENT_ALIGN))
+        end = tail + (tail_bits + 31) // 32 * 4 + (TAIL_SLACK if index_entries else 0)
+        return cls(low, high, codes, index, tail, align(end, SEGMENT_ALIGN))

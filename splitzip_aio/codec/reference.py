@@ -16,10 +16,10 @@ from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import Method, Schedule
 from splitzip_aio.errors import CorruptDataError
 
-__all__ = ["ESCAPE_FLAG", "assemble", "decode_segment", "encode_segment", "histogram", "join", "split"]
+__all__ = ["assemble", "decode_segment", "encode_segment", "histogram", "join", "split"]
 
 Bytes = NDArray[np.uint8]
-ESCAPE_FLAG = 1 << 31  # in an index entry: the tile has escapes, so its decoder needs one more rank
+REBUILD = "rebuild the cache"
 
 
 def split(data: Bytes, fmt: ElementFormat) -> tuple[Bytes, Bytes, NDArray[np.uint16]]:
@@ -51,9 +51,7 @@ def histogram(data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]:
     return np.bincount(split(data, fmt)[0], minlength=256)
 
 
-def encode_segment(
-    data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]
-) -> Bytes:
+def encode_segment(data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]) -> Bytes:
     """Encode (elements * element_bytes,) bytes into one segment, (segment_bytes,).
 
     ``codebooks`` are the tensor's, from :meth:`Schedule.codebooks`; empty for ``STORED``.
@@ -71,9 +69,7 @@ def encode_segment(
         "index": coded.index.astype("<u4").view(np.uint8),
         "tail": coded.tail,
     }
-    return assemble(
-        data, fmt, schedule, codebooks, escapes=coded.escapes, tail_bits=coded.tail_bits, planes=planes
-    )
+    return assemble(data, fmt, schedule, codebooks, escapes=coded.escapes, tail_bits=coded.tail_bits, planes=planes)
 
 
 def assemble(
@@ -120,12 +116,10 @@ def _ranks(codebook: bytes, missing: int) -> NDArray[np.uint8]:
 def _encode_tiers(exponents: Bytes, schedule: Schedule, codebooks: tuple[bytes, ...]) -> _Coded:
     tables = [_ranks(book, len(book)) for book in codebooks]
     first, bits, index, escapes, position = tables[0][exponents], [], [], 0, 0
-    for start in range(0, exponents.size, TILE_ELEMENTS):
-        codes, left, tile_start = (
-            first[start : start + TILE_ELEMENTS],
-            exponents[start : start + TILE_ELEMENTS],
-            position,
-        )
+    for start in range(0, exponents.size, CHUNK_ELEMENTS):
+        if start % TILE_ELEMENTS == 0:
+            index.append(position)
+        codes, left = first[start : start + CHUNK_ELEMENTS], exponents[start : start + CHUNK_ELEMENTS]
         for tier, book in enumerate(codebooks):
             if tier:
                 codes = tables[tier][left]
@@ -135,7 +129,6 @@ def _encode_tiers(exponents: Bytes, schedule: Schedule, codebooks: tuple[bytes, 
         bits.append(to_bits(left, 8))
         position += bits[-1].size
         escapes += left.size
-        index.append(tile_start | (ESCAPE_FLAG if left.size else 0))
     index.append(position)
     tail = np.packbits(np.concatenate(bits), bitorder="little")
     return _Coded(pack_bits(first, schedule.widths[0]), np.array(index, np.uint32), tail, escapes, position)
@@ -182,31 +175,32 @@ def _index(header: SegmentHeader, segment: Bytes) -> NDArray[np.uint32]:
 
 def _decode_tiers(header: SegmentHeader, segment: Bytes, where: str) -> Bytes:
     places, widths = header.layout, header.schedule.widths
-    tail = segment[places.tail :]
-    index = _index(header, segment)
+    tail, index = segment[places.tail :], _index(header, segment)
     exponents = np.empty(header.elements, np.uint8)
-    for tile, start in enumerate(range(0, header.elements, TILE_ELEMENTS)):
-        stop = min(start + TILE_ELEMENTS, header.elements)
-        position, entry = int(index[tile]) & ~ESCAPE_FLAG, int(index[tile])
-        reached = np.arange(start, stop)
+    books = [np.frombuffer(book.ljust(256, b"\0"), np.uint8) for book in (*header.codebooks, bytes(range(256)))]
+    position, escapes = 0, 0
+    for start in range(0, header.elements, CHUNK_ELEMENTS):
+        if start % TILE_ELEMENTS == 0 and position != index[start // TILE_ELEMENTS]:
+            raise CorruptDataError(
+                f"{where}: tile {start // TILE_ELEMENTS} does not start where its index says; {REBUILD}"
+            )
+        reached = np.arange(start, min(start + CHUNK_ELEMENTS, header.elements))
         codes = unpack_bits(segment[places.codes :], widths[0], reached.size, start=start * widths[0])
-        for tier, book in enumerate((*header.codebooks, bytes(range(256)))):
+        for tier, width in enumerate((*widths, 8)):
             if tier:
-                width = (*widths, 8)[tier]
                 if position + reached.size * width > header.tail_bits:
-                    raise CorruptDataError(
-                        f"{where}: tile {tile} points past the tail of {header.tail_bits} bits; rebuild the cache"
-                    )
+                    raise CorruptDataError(f"{where}: codes run past the tail of {header.tail_bits} bits; {REBUILD}")
                 codes = unpack_bits(tail, width, reached.size, start=position)
                 position += reached.size * width
-            exponents[reached] = np.frombuffer(book.ljust(256, b"\0"), np.uint8)[codes]
+            exponents[reached] = books[tier][codes]
             if tier < len(widths):
-                reached = reached[codes == len(book)]
-        expected = int(index[tile + 1]) & ~ESCAPE_FLAG
-        if position != expected or bool(entry & ESCAPE_FLAG) != bool(reached.size):
-            raise CorruptDataError(
-                f"{where}: tile {tile} ends at bit {position} with {reached.size} escapes, its index says {expected}; rebuild the cache"
-            )
+                reached = reached[codes == (1 << width) - 1]
+        escapes += reached.size
+    if position != index[-1] or position != header.tail_bits or escapes != header.escapes:
+        raise CorruptDataError(
+            f"{where}: tail of {position} bits and {escapes} escapes, "
+            f"expected {header.tail_bits} bits and {header.escapes}; {REBUILD}"
+        )
     return exponents
 
 
@@ -217,15 +211,11 @@ def _decode_top16(header: SegmentHeader, segment: Bytes, where: str) -> Bytes:
     index = _index(header, segment).astype(np.int64)
     counts = np.diff(index)
     if index[0] != 0 or index[-1] != header.escapes or (counts < 0).any():
-        raise CorruptDataError(
-            f"{where}: the escape index does not count up to {header.escapes}; rebuild the cache"
-        )
+        raise CorruptDataError(f"{where}: the escape index does not count up to {header.escapes}; {REBUILD}")
     tail = segment[places.tail : places.tail + 3 * header.escapes]
     offsets, values = tail[: 2 * header.escapes].view("<u2"), tail[2 * header.escapes :]
     positions = np.repeat(np.arange(counts.size), counts) * CHUNK_ELEMENTS + offsets
     if (offsets >= CHUNK_ELEMENTS).any() or (positions >= header.elements).any():
-        raise CorruptDataError(
-            f"{where}: an escape lies outside its chunk of {CHUNK_ELEMENTS} elements; rebuild the cache"
-        )
+        raise CorruptDataError(f"{where}: an escape lies outside its chunk of {CHUNK_ELEMENTS} elements; {REBUILD}")
     exponents[positions] = values
     return exponents
