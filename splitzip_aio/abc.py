@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias
 
-__all__ = ["DriverStatistics", "FileHandle", "IOMode", "ReadDriver"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "Arena",
+    "ArenaStatistics",
+    "DriverStatistics",
+    "Fence",
+    "FileHandle",
+    "IOMode",
+    "ReadDriver",
+    "SegmentPlacement",
+]
 
 IOMode: TypeAlias = Literal["auto", "direct", "buffered"]
 """How a file is read: past the page cache, through it, or the first of the two that works."""
@@ -154,3 +166,128 @@ class ReadDriver(ABC):
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlacement:
+    """One segment of a filled slot, and where its elements go.
+
+    Attributes:
+        source: bytes from the start of the slot; a multiple of 32.
+        nbytes: bytes of the segment as the manifest has it.
+        destination: bytes from the start of the arena.
+        decoded_bytes: bytes it must decode to.
+        where: what to call it in an error: tensor, file and offset.
+    """
+
+    source: int
+    nbytes: int
+    destination: int
+    decoded_bytes: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStatistics:
+    """A snapshot of an arena's memory.
+
+    Attributes:
+        capacity_bytes: all of it.
+        used_bytes: in ranges that are allocated now.
+        peak_bytes: the most that ``used_bytes`` has been.
+        ranges: ranges allocated now.
+        largest_free_bytes: the largest range that could be allocated now.
+    """
+
+    capacity_bytes: int
+    used_bytes: int
+    peak_bytes: int
+    ranges: int
+    largest_free_bytes: int
+
+
+class Fence(Protocol):
+    """A point in the work of a GPU stream; ``torch.cuda.Event`` is one."""
+
+    def query(self) -> bool:
+        """Whether the work has got there."""
+
+    def wait(self) -> None:
+        """Make the caller's current stream wait until it has."""
+
+
+class Arena(ABC):
+    """Memory on one device that layers are decoded into, in ranges of bytes.
+
+    An arena belongs to one transport, and to its event loop; only :meth:`upload` and :meth:`aclose` wait.
+
+    Attributes:
+        max_segments: how many segments a slot may hold at most.
+    """
+
+    max_segments: ClassVar[int]
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the memory is."""
+
+    @staticmethod
+    @abstractmethod
+    def table_bytes(payload_bytes: int) -> int:
+        """Bytes to keep free behind a payload of at most ``payload_bytes`` in each slot given to :meth:`upload`."""
+
+    @abstractmethod
+    def fits(self, nbytes: int, *, freeing: Iterable[int] = ()) -> bool:
+        """Whether :meth:`allocate` would find ``nbytes`` bytes, were the ranges at these offsets freed before."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> int | None:
+        """Offset of a range of ``nbytes`` bytes, a multiple of 256; None while no free range is as large."""
+
+    @abstractmethod
+    def free(self, offset: int, *, after: Iterable[Fence] = ()) -> None:
+        """Take back the range at ``offset``; what is decoded there next waits for the fences ``after``."""
+
+    @abstractmethod
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        """The bytes there, (nbytes,) uint8, sharing the arena's memory."""
+
+    @abstractmethod
+    async def upload(
+        self,
+        memory: memoryview,
+        payload_bytes: int,
+        segments: Sequence[SegmentPlacement],
+        *,
+        drained: Callable[[], None],
+    ) -> Fence | None:
+        """Decode the segments of a slot into the arena and check them.
+
+        Args:
+            memory: the slot; its first ``payload_bytes`` bytes were read, and :meth:`table_bytes` more may be written.
+            payload_bytes: how much of it was read.
+            segments: at least one, at most :attr:`max_segments`; their destinations are allocated.
+            drained: called once, as soon as the slot may be filled again, and before this returns or raises.
+
+        Returns:
+            What a stream must wait for before it uses the result; None where there is nothing to wait for.
+
+        Raises:
+            CorruptDataError: a segment is wrong, named by its ``where``; the destinations then hold anything.
+        """
+
+    @abstractmethod
+    def fence(self) -> Fence | None:
+        """The end of what the caller's current stream has been given so far; None where work has no streams."""
+
+    @abstractmethod
+    def statistics(self) -> ArenaStatistics:
+        """A snapshot of the memory's use."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Let go of the memory once the device is done with it. Idempotent.
+
+        Views that callers still hold stay valid.
+        """

@@ -1,0 +1,82 @@
+"""The dispatcher: takes filled slots to the arena, and slots back to the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from splitzip_aio.abc import Arena, SegmentPlacement
+from splitzip_aio.errors import SplitZipError
+from splitzip_aio.loading import FilledSlot
+from splitzip_aio.staging import StagingRing
+
+__all__ = ["Dispatcher"]
+
+
+class Dispatcher:
+    """Uploads every filled slot as it arrives; the arena decides how much of that happens at a time.
+
+    Wrong bytes end their layer's load and no other.
+
+    Args:
+        arena: where layers are decoded to.
+        ring: where the slots are from.
+        packs: names of the packs by index, for errors.
+        source: where filled slots come from.
+
+    Attributes:
+        wire_bytes: bytes of the segments decoded so far.
+        decoded_bytes: bytes they decoded to.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        ring: StagingRing,
+        packs: Sequence[str],
+        source: MemoryObjectReceiveStream[FilledSlot],
+    ) -> None:
+        self.wire_bytes = 0
+        self.decoded_bytes = 0
+        self._arena = arena
+        self._ring = ring
+        self._packs = packs
+        self._source = source
+
+    async def run(self) -> None:
+        """Upload until the prefetcher closes its end, and wait for what was begun."""
+        async with self._source, anyio.create_task_group() as group:
+            async for filled in self._source:
+                if filled.load.wanted:
+                    self._ring.mark_copying(filled.slot)
+                    group.start_soon(self._upload, filled)
+                else:
+                    self._ring.release(filled.slot)
+                    filled.load.settle()
+
+    async def _upload(self, filled: FilledSlot) -> None:
+        slot, read, load = filled.slot, filled.read, filled.load
+        placements = list(self._placements(filled))
+        try:
+            fence = await self._arena.upload(
+                slot.memory, read.nbytes, placements, drained=lambda: self._ring.release(slot)
+            )
+        except SplitZipError as error:
+            load.settle(error=error)
+        else:
+            self.wire_bytes += sum(segment.nbytes for segment in placements)
+            self.decoded_bytes += sum(segment.decoded_bytes for segment in placements)
+            load.settle(fence=fence)
+
+    def _placements(self, filled: FilledSlot) -> Iterator[SegmentPlacement]:
+        read, base = filled.read, filled.load.base
+        for segment in read.segments:
+            yield SegmentPlacement(
+                source=segment.source,
+                nbytes=segment.nbytes,
+                destination=base + segment.destination,
+                decoded_bytes=segment.decoded_bytes,
+                where=f"tensor {segment.tensor!r}, {self._packs[read.pack]} at offset {read.offset + segment.source}",
+            )

@@ -1,0 +1,104 @@
+"""What a transport says of itself: frozen snapshots, sizes in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from splitzip_aio.abc import ArenaStatistics, DriverStatistics
+
+__all__ = ["ResidencyStatistics", "RingStatistics", "TransportStatistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class RingStatistics:
+    """A snapshot of a staging ring.
+
+    Attributes:
+        slots: how many slots there are; each is in one of the four states below.
+        slot_bytes: bytes of a slot, its room for the decode table included.
+        pinned: the slots are page-locked and known to CUDA, so that copies from them are asynchronous.
+        fallback: why the slots are not pinned although that was asked for; None if they are, or need not be.
+        free: slots that nobody uses.
+        reading: slots that a driver fills.
+        ready: slots that are filled and wait for the dispatcher.
+        copying: slots that are being copied to the device, or decoded from in place.
+        waiting: tasks that wait for a free slot.
+        acquired: how often a slot was taken since the ring was made.
+    """
+
+    slots: int
+    slot_bytes: int
+    pinned: bool
+    fallback: str | None
+    free: int
+    reading: int
+    ready: int
+    copying: int
+    waiting: int
+    acquired: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyStatistics:
+    """A snapshot of which layers the arena holds, and how they came there.
+
+    Attributes:
+        resident: layers decoded and in the arena.
+        leased: resident layers with at least one lease.
+        loading: layers on their way.
+        waiting: layers that wait for room in the arena.
+        draining: loads given up or failed, whose last reads are still in flight.
+        demands: prefetches asked for.
+        hits: demands that found their layer resident.
+        joins: demands that found their layer on its way or waiting.
+        loaded: loads completed.
+        abandoned: loads given up because everyone who waited was cancelled, or the transport was closed.
+        failed: loads that ended in an error.
+        corrupt: how many of ``failed`` were due to wrong bytes in the cache.
+        evictions: resident layers that had to make room.
+    """
+
+    resident: int
+    leased: int
+    loading: int
+    waiting: int
+    draining: int
+    demands: int
+    hits: int
+    joins: int
+    loaded: int
+    abandoned: int
+    failed: int
+    corrupt: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransportStatistics:
+    """A snapshot of a transport.
+
+    Attributes:
+        device: where layers are decoded to, as torch writes it.
+        io: the driver: which one, whether buffers are fixed, bytes read directly and in all.
+        ring: the staging ring.
+        arena: the memory that layers are decoded into.
+        residency: the layers in it.
+        layers: layers in the cache.
+        direct_files: packs that are read past the page cache.
+        files: packs.
+        wire_bytes: encoded bytes decoded so far, headers included, without what reads brought beside them.
+        decoded_bytes: bytes decoded so far.
+        fallbacks: for each better way that could not be taken, what and why; empty if none.
+    """
+
+    device: str
+    io: DriverStatistics
+    ring: RingStatistics
+    arena: ArenaStatistics
+    residency: ResidencyStatistics
+    layers: int
+    direct_files: int
+    files: int
+    wire_bytes: int
+    decoded_bytes: int
+    fallbacks: tuple[str, ...]
