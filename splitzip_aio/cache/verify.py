@@ -81,7 +81,10 @@ def _padding(files: PackFiles, blobs: Iterable[list[Entry]], packs: int) -> Iter
             ends[entry.pack] = max(ends[entry.pack], entry.offset + entry.encoded_bytes)
     for pack, end in enumerate(ends):
         excess = files.excess_bytes(pack)
-        if excess != 0:
-            yield Damage(files.path(pack).name, None, f"the pack has {excess:+d} bytes against the manifest")
-        elif not files.is_zero(pack, end):
-            yield Damage(files.path(pack).name, None, f"expected zeros from {end} on; no tensor is affected")
+        try:
+            if excess != 0:
+                yield Damage(files.path(pack).name, None, f"the pack has {excess:+d} bytes against the manifest")
+            elif not files.is_zero(pack, end):
+                yield Damage(files.path(pack).name, None, f"expected zeros from {end} on; no tensor is affected")
+        except ReadError as error:
+            yield Damage(files.path(pack).name, None, str(error))
