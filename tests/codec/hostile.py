@@ -51,7 +51,7 @@ def parts(header: SegmentHeader) -> dict[str, tuple[int, int]]:
     }
     found = {name: (start, start + size) for name, (start, size) in sizes.items() if size}
     stops = [stop for _, stop in found.values()]
-    starts = [start for start, _ in found.values()][1:] + [header.segment_bytes]
+    starts = [*(start for start, _ in found.values()), header.segment_bytes][1:]
     for number, (stop, start) in enumerate(zip(stops, starts, strict=True)):
         if start > stop:
             found[f"padding {number}"] = (stop, start)

@@ -136,6 +136,6 @@ def test_coverage_must_be_a_number() -> None:
 
 def test_a_codebook_is_a_value() -> None:
     codebook = SplitZipCodebook("BF16", b"\1\2", 1.0)
-    assert codebook in {SplitZipCodebook("BF16", b"\1\2", 1.0)}
+    assert hash(codebook) == hash(SplitZipCodebook("BF16", b"\1\2", 1.0))
     with pytest.raises(AttributeError):
         codebook.coverage = 0.5  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,43 +92,49 @@ def damages(sample: Sample, count: int) -> list[tuple[str, Bytes]]:
     return [(name, flip(segment, int(rng.integers(*places[name])), rng)) for name in chosen]
 
 
+def refused(act: Callable[[], object]) -> bool:
+    """Whether this ends in a CorruptDataError, which then names the place."""
+    try:
+        act()
+    except CorruptDataError as error:
+        return WHERE in str(error)
+    return False
+
+
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_every_changed_byte_fails_verification(sample: Sample) -> None:
     """20,000 of them over all samples."""
-    missed = []
-    for number, (part, damaged) in enumerate(damages(sample, EACH)):
-        try:
-            cpu.verify_segment(damaged, where=WHERE)
-        except CorruptDataError as error:
-            assert WHERE in str(error)
-            continue
-        missed.append((number, part))
+    missed = [
+        (number, part)
+        for number, (part, damaged) in enumerate(damages(sample, EACH))
+        if not refused(lambda: cpu.verify_segment(damaged, where=WHERE))  # noqa: B023 - called at once
+    ]
     assert not missed
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_a_changed_byte_never_decodes_to_something_else(sample: Sample) -> None:
-    _check_decoding(sample, 200)
+    check_decoding(sample, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_no_changed_byte_ever_decodes_to_something_else(sample: Sample) -> None:
-    _check_decoding(sample, EACH)
+    check_decoding(sample, EACH)
 
 
-def _check_decoding(sample: Sample, count: int) -> None:
-    """Decoding checks the result, not the encoded bytes: a change that alters no element may pass."""
-    right, unseen = sample.data(), set()
+def check_decoding(sample: Sample, count: int) -> None:
+    """Decoding checks the result, not the encoded bytes: a change that alters no element passes."""
+    right, passed = sample.data(), set()
     for part, damaged in damages(sample, count):
-        try:
-            assert np.array_equal(decode(damaged, right.size), right)
-            unseen.add(part)
-        except CorruptDataError as error:
-            assert WHERE in str(error)
-    # The last byte of a plane may have unused bits; all else but padding is always noticed.
-    assert not unseen & {"header"}
-    assert "low" not in unseen or sample.fmt == F8_E4M3
+        if not is_right_or_refused(damaged, right):
+            passed.add(part)
+    assert not passed
+
+
+def is_right_or_refused(segment: Bytes, right: Bytes) -> bool:
+    found: list[Bytes] = []
+    return refused(lambda: found.append(decode(segment, right.size))) or np.array_equal(found[0], right)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
@@ -139,10 +146,7 @@ def test_damage_under_agreeing_digests_never_decodes_to_something_else(sample: S
         damaged = segment.copy()
         for _ in range(run % 7 + 1):
             damaged = flip(damaged, int(rng.integers(HEADER_BYTES, segment.size)), rng)
-        try:
-            assert np.array_equal(decode(seal(damaged), right.size), right)
-        except CorruptDataError as error:
-            assert WHERE in str(error)
+        assert is_right_or_refused(seal(damaged), right)
 
 
 @pytest.mark.parametrize("sample", [each for each in SAMPLES if each.schedule != "stored"], ids=lambda each: each.name)
@@ -154,9 +158,6 @@ def test_a_wrong_index_is_refused(sample: Sample) -> None:
         for value in {before ^ 1 << 31, before + 1, before + 1000, 0x7FFF_FFFF, 0xFFFF_FFFF} - {before}:
             damaged = segment.copy()
             damaged[entry : entry + 4] = np.array([value], "<u4").view(np.uint8)
-            last = entry + 4 == stop
-            if last and value == before ^ 1 << 31 and sample.schedule != "top16":
-                continue  # the flag of the entry behind the last tile means nothing
             with pytest.raises(CorruptDataError, match=HERE):
                 decode(seal(damaged), right.size)
 
@@ -202,9 +203,7 @@ def test_a_forged_segment_is_refused(segment: Bytes) -> None:
 
 
 @given(cases(), st.integers(0, 10**6), st.integers(0, 10**6))
-def test_a_truncated_segment_is_refused(
-    case: tuple[ElementFormat, Schedule, Bytes], cut: int, junk: int
-) -> None:
+def test_a_truncated_segment_is_refused(case: tuple[ElementFormat, Schedule, Bytes], cut: int, junk: int) -> None:
     fmt, schedule, data = case
     segment = encode(data, fmt, schedule)
     with pytest.raises(CorruptDataError, match=HERE):

@@ -65,7 +65,6 @@ FIELDS = {
     "tail bits": Field(48, "Q"),
     "tile": Field(136, "B"),
 }
-COUNTS = {"escapes", "tail bits"}
 
 
 def decode(segment: Bytes) -> bytes:
@@ -95,9 +94,7 @@ def test_a_header_says_what_the_segment_is(case: tuple[ElementFormat, Schedule, 
 
 
 @given(cases(), st.binary(max_size=50))
-def test_what_follows_a_segment_does_not_matter(
-    case: tuple[ElementFormat, Schedule, Bytes], more: bytes
-) -> None:
+def test_what_follows_a_segment_does_not_matter(case: tuple[ElementFormat, Schedule, Bytes], more: bytes) -> None:
     fmt, schedule, data = case
     encoded = encode(data, fmt, schedule).tobytes()
     assert parse_header(encoded + more, where=WHERE) == parse_header(encoded, where=WHERE)
@@ -128,24 +125,11 @@ def false_values(field: Field, segment: Bytes) -> list[int]:
     return sorted({value & field.largest for value in near} - {right})
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS.keys() - COUNTS))
+@pytest.mark.parametrize("name", FIELDS)
 def test_a_false_field_under_a_right_checksum_is_refused(segment: Bytes, name: str) -> None:
     for value in false_values(FIELDS[name], segment):
         with pytest.raises(CorruptDataError, match=re.escape(WHERE)):
             decode(FIELDS[name].set(segment, value))
-
-
-@pytest.mark.parametrize("name", sorted(COUNTS))
-def test_a_false_count_under_a_right_checksum_is_refused_or_changes_nothing(segment: Bytes, name: str) -> None:
-    """These only bound the tail: values that are wrong and yet possible leave every tile where it was."""
-    right, refused = decode(segment), 0
-    for value in false_values(FIELDS[name], segment):
-        try:
-            assert decode(FIELDS[name].set(segment, value)) == right
-        except CorruptDataError as error:
-            assert WHERE in str(error)
-            refused += 1
-    assert refused >= 4
 
 
 @pytest.mark.parametrize("place", [137, 144, 151], ids="reserved {}".format)
@@ -186,7 +170,7 @@ def test_absurd_counts_end_before_any_allocation() -> None:
 
 
 def test_something_else_is_named_for_what_it_is() -> None:
-    with pytest.raises(CorruptDataError, match="expected a segment.*PK"):
+    with pytest.raises(CorruptDataError, match=r"expected a segment.*PK"):
         parse_header(b"PK\3\4" + bytes(200), where=WHERE)
     with pytest.raises(CorruptDataError, match="needs 160 bytes, found 3"):
         parse_header(b"SZP", where=WHERE)
@@ -217,6 +201,4 @@ def test_the_checksum_is_of_the_decoded_bytes() -> None:
     encoded = encode(random_bits(RAW, 100, np.random.default_rng(3)), RAW, STORED)
     checksum = Field(56, "Q")
     with pytest.raises(CorruptDataError, match="checksum"):
-        cpu.decode_segment(
-            checksum.set(encoded, checksum.get(encoded) ^ 1), np.empty(100, np.uint8), where=WHERE
-        )
+        cpu.decode_segment(checksum.set(encoded, checksum.get(encoded) ^ 1), np.empty(100, np.uint8), where=WHERE)

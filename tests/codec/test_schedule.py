@@ -73,9 +73,7 @@ def test_size_is_known_from_the_histogram(case: tuple[ElementFormat, Schedule, B
 
 
 @given(cases(), st.data())
-def test_size_is_known_with_any_codebook(
-    case: tuple[ElementFormat, Schedule, Bytes], data: st.DataObject
-) -> None:
+def test_size_is_known_with_any_codebook(case: tuple[ElementFormat, Schedule, Bytes], data: st.DataObject) -> None:
     fmt, schedule, content = case
     foreign = cpu.histogram(data.draw(elements(fmt)), fmt)
     codebooks = schedule.codebooks(foreign, fmt)

@@ -82,7 +82,9 @@ def test_any_view(view: Any) -> None:
     check(view(trained(64, 96)))
 
 
-@pytest.mark.parametrize("count", [1, SEGMENT_ELEMENTS - 1, SEGMENT_ELEMENTS, SEGMENT_ELEMENTS + 1, 2 * SEGMENT_ELEMENTS + 9])
+@pytest.mark.parametrize(
+    "count", [1, SEGMENT_ELEMENTS - 1, SEGMENT_ELEMENTS, SEGMENT_ELEMENTS + 1, 2 * SEGMENT_ELEMENTS + 9]
+)
 def test_large_tensors_have_several_segments(count: int) -> None:
     meta = check(trained(count))
     assert len(meta.segments) == -(-count // SEGMENT_ELEMENTS)
@@ -203,7 +205,9 @@ def test_strided_and_offset_payloads_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda p: p.view(torch.int8), lambda p: p[None], lambda p: p.to("meta")], ids=["dtype", "shape", "device"]
+    "change",
+    [lambda p: p.view(torch.int8), lambda p: p[None], lambda p: p.to("meta")],
+    ids=["dtype", "shape", "device"],
 )
 def test_a_payload_of_another_kind_is_refused(encoded: tuple[torch.Tensor, PayloadMeta], change: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="payload: expected"):
