@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -137,6 +138,8 @@ def reporting(*, as_json: bool) -> Iterator[Output]:
     An option with a value that no run could accept is wrong usage (2); all else that fails is a failure (1).
     """
     output = Output(as_json=as_json)
+    # What the library logs when it falls back is in the reports, with its reason; it need not be said twice.
+    logging.getLogger("splitzip_aio").addHandler(logging.NullHandler())
     try:
         yield output
     except InvalidArgumentError as exc:

@@ -71,3 +71,18 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(built: Path, tmp_path: Path) -> Path:
     """A copy of the cache, to be damaged."""
     return shutil.copytree(built, tmp_path / "cache")
+
+
+def flip(path: Path, offset: int) -> None:
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def pack_of(cache: Path) -> Path:
+    """The only pack of a small cache."""
+    (pack,) = (cache / "packs").iterdir()
+    return pack

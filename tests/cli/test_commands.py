@@ -11,20 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from splitzip_aio import SplitZipShardCache
-from tests.cli.conftest import CommandLine
-
-
-def flip(path: Path, offset: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)[0]
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
-
-
-def pack_of(cache: Path) -> Path:
-    (pack,) = (cache / "packs").iterdir()
-    return pack
+from tests.cli.conftest import CommandLine, flip, pack_of
 
 
 def point_pack_at(manifest: Path, target: str) -> None:
