@@ -178,7 +178,8 @@ def _check_counts(
             f"{where}: {header.elements} elements in a segment, expected 1 to {limit}; rebuild the cache"
         )
     least, most = header.schedule.tail_bounds(header.elements, header.escapes)
-    if header.escapes > header.elements or not least <= header.tail_bits <= most:
+    most_escapes = header.elements if header.codebooks else 0
+    if header.escapes > most_escapes or not least <= header.tail_bits <= most:
         raise CorruptDataError(
             f"{where}: {header.escapes} escapes and a tail of {header.tail_bits} bits for {header.elements} elements; "
             f"expected {least} to {most} bits; rebuild the cache"
