@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from splitzip_aio.codec import cpu
-from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
+from splitzip_aio.codec.formats import BF16, F16, RAW, ElementFormat
 from splitzip_aio.codec.layout import HEADER_BYTES, MAX_SEGMENT_ELEMENTS, SEGMENT_ALIGN, TILE_ELEMENTS
 from splitzip_aio.codec.payload import SegmentHeader, parse_header
 from splitzip_aio.codec.schedule import STORED, Schedule
@@ -130,7 +130,10 @@ def false_values(field: Field, segment: Bytes) -> list[int]:
 def test_a_false_field_under_a_right_checksum_is_refused(name: str, schedule: str) -> None:
     data = bursts(BF16, TILE_ELEMENTS + 11, np.random.default_rng(1))
     segment = encode(data, BF16, Schedule.parse(schedule))
-    for value in false_values(FIELDS[name], segment):
+    values = false_values(FIELDS[name], segment)
+    if (name, schedule) == ("format", "stored"):
+        values.remove(F16.code)  # of the same size: as bytes it is the same segment
+    for value in values:
         with pytest.raises(CorruptDataError, match=re.escape(WHERE)):
             decode(FIELDS[name].set(segment, value))
 
