@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,24 +61,16 @@ class ArrayTensor:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the first pass learns: content key, and of each segment its exponent counts and a digest."""
+    """What the first pass learns: content key, and of each segment its exponent counts and a digest.
+
+    ``coverage`` is the share of elements whose exponent is among the 16 most frequent; None without such elements.
+    """
 
     key: str
     fmt: ElementFormat
     histograms: tuple[NDArray[np.int64], ...]
     digests: tuple[int, ...]
-
-    @property
-    def total(self) -> NDArray[np.int64]:
-        """(256,) exponent counts of the whole tensor."""
-        return np.sum(self.histograms, axis=0, dtype=np.int64) if self.histograms else np.zeros(256, np.int64)
-
-    @property
-    def coverage(self) -> float | None:
-        """Share of the elements whose exponent is among the 16 most frequent; None without elements or exponents."""
-        if self.fmt == RAW or not self.histograms:
-            return None
-        return SplitZipCodebook.from_histogram(self.total, self.fmt).coverage
+    coverage: float | None
 
 
 class TensorEncoder:
@@ -106,12 +98,12 @@ class TensorEncoder:
             hasher.update(piece)
             histograms.append(cpu.histogram(piece, fmt))
             digests.append(xxhash.xxh3_64_intdigest(piece.data))
-        return Survey(hasher.hexdigest(), fmt, tuple(histograms), tuple(digests))
+        return Survey(hasher.hexdigest(), fmt, tuple(histograms), tuple(digests), _coverage(fmt, histograms))
 
     def plan(self, survey: Survey) -> SegmentPlan:
         """How to code a surveyed tensor."""
-        coverage = survey.coverage
-        if coverage is None or (self._coverage_min is not None and coverage < self._coverage_min):
+        gate = self._coverage_min or 0.0
+        if survey.coverage is None or survey.coverage < gate:
             return plan_segments(survey.fmt, survey.histograms, schedule=STORED)
         if self._schedule is None:
             return plan_segments(survey.fmt, survey.histograms)
@@ -146,3 +138,9 @@ class TensorEncoder:
             data.read_into(where.start, piece)
             self._held = place
         return piece
+
+
+def _coverage(fmt: ElementFormat, histograms: Sequence[NDArray[np.int64]]) -> float | None:
+    if fmt == RAW or not histograms:
+        return None
+    return SplitZipCodebook.from_histogram(np.sum(histograms, axis=0), fmt).coverage

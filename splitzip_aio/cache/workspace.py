@@ -77,7 +77,8 @@ class Workspace:
     def rollback(self) -> None:
         """Remove all that this build made, and leave."""
         with contextlib.suppress(OSError):
-            new = [f"{PACK_DIRECTORY}/{name}" for name in _finished_packs(self.root) - self._kept]
+            # The manifest may be the new one already, if what failed is to make that durable.
+            new = _finished_packs(self.root) - self._kept - _named_packs(self.root)
             _remove(self.root, [JOURNAL_NAME, SCRATCH_NAME, *_unfinished(self.root), *new])
         self._leave()
 
@@ -138,11 +139,9 @@ def _tidy(root: Path) -> None:
 def _remove_strays(root: Path) -> None:
     """Remove a manifest that was not yet in place, and finished packs that the manifest does not name."""
     _remove(root, [SCRATCH_NAME])
-    manifest = _manifest(root)
-    if manifest is None and _has_manifest(root):
+    if _has_manifest(root) and _manifest(root) is None:
         return  # of another release, or damaged: what it names is not for us to guess
-    named = {pack.file for pack in manifest.packs} if manifest else set()
-    _remove(root, {f"{PACK_DIRECTORY}/{name}" for name in _finished_packs(root)} - named)
+    _remove(root, _finished_packs(root) - _named_packs(root))
 
 
 def _has_manifest(root: Path) -> bool:
@@ -157,8 +156,13 @@ def _manifest(root: Path) -> Manifest | None:
         return None
 
 
+def _named_packs(root: Path) -> set[str]:
+    manifest = _manifest(root)
+    return {pack.file for pack in manifest.packs} if manifest else set()
+
+
 def _finished_packs(root: Path) -> set[str]:
-    return {name for name in _pack_names(root) if FINISHED_PACK.fullmatch(name)}
+    return {f"{PACK_DIRECTORY}/{name}" for name in _pack_names(root) if FINISHED_PACK.fullmatch(name)}
 
 
 def _unfinished(root: Path) -> list[str]:

@@ -79,9 +79,7 @@ def framed(header: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header
 
 
-def write_checkpoint(
-    path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str] | None = None
-) -> Path:
+def write_checkpoint(path: Path, tensors: Mapping[str, Content], metadata: Mapping[str, str] | None = None) -> Path:
     path.write_bytes(safetensors_bytes(tensors, metadata))
     return path
 

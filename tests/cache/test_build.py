@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -166,8 +167,10 @@ def test_execution_order_and_contiguous_layers(tmp_path: Path, cache: Path) -> N
             "embed", "empty", "head", "ids", "mask", "scale",
         ]  # fmt: skip
         placed = [entry for entry in opened.tensors.values() if entry.segments and entry.name != "head.weight"]
-        assert [(entry.pack, entry.offset) for entry in placed] == sorted((entry.pack, entry.offset) for entry in placed)
-        for entry, following in zip(placed, placed[1:], strict=False):
+        assert [(entry.pack, entry.offset) for entry in placed] == sorted(
+            (entry.pack, entry.offset) for entry in placed
+        )
+        for entry, following in itertools.pairwise(placed):
             if entry.pack == following.pack:
                 assert following.offset == entry.offset + entry.encoded_bytes  # no gaps: a layer is one extent
 
@@ -216,7 +219,13 @@ def test_schedule_and_coverage_gate(tmp_path: Path) -> None:
         "f32": ("F32", (100,), bytes(400)),
     }
     schedules = {}
-    for options in ({}, {"schedule": "top16"}, {"schedule": (2, 3)}, {"coverage_min": 0.99}, {"schedule": "3", "coverage_min": 0.99}):
+    for options in (
+        {},
+        {"schedule": "top16"},
+        {"schedule": (2, 3)},
+        {"coverage_min": 0.99},
+        {"schedule": "3", "coverage_min": 0.99},
+    ):
         build(tmp_path, tensors, **options)
         with SplitZipShardCache(tmp_path / "out") as opened:
             schedules[str(options)] = {name: entry.schedule for name, entry in opened.tensors.items()}
@@ -280,13 +289,13 @@ def test_more_than_2_31_bytes_are_counted_right(tmp_path: Path) -> None:
         file.write(len(header).to_bytes(8, "little") + header)
         os.truncate(file.fileno(), 8 + len(header) + 5_000_000_000)
 
-    class StopAfterOpening(Exception):
+    class StoppedError(Exception):
         pass
 
     def stop(name: str) -> str:
-        raise StopAfterOpening(name)
+        raise StoppedError(name)
 
-    with pytest.raises(StopAfterOpening):
+    with pytest.raises(StoppedError):
         build_cache(path, tmp_path / "out", layer_of=stop)
     assert not (tmp_path / "out").exists()
 

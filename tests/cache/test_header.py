@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -133,7 +134,10 @@ entries = st.fixed_dictionaries(
 
 
 @fuzz(300)
-@given(header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries | json_values), data=st.binary(max_size=12))
+@given(
+    header=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries | json_values),
+    data=st.binary(max_size=12),
+)
 def test_any_header_is_valid_or_a_checkpoint_error(tmp_path: Path, header: dict[str, Any], data: bytes) -> None:
     path = tmp_path / "fuzz.safetensors"
     path.write_bytes(framed(json.dumps(header).encode()) + data)
@@ -157,7 +161,5 @@ def test_flipped_and_cut_headers_are_valid_or_checkpoint_errors(
     path = tmp_path / "flipped.safetensors"
     for damaged in (content, content[: length % len(content)]):
         path.write_bytes(damaged)
-        try:
-            read_header(path)
-        except CheckpointError as error:
-            assert str(path) in str(error)
+        with contextlib.suppress(CheckpointError):
+            assert read_header(path).identity.size == len(damaged)

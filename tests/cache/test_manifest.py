@@ -149,7 +149,18 @@ def test_tied_tensors_must_agree(cache: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b"{}", b"[" * 100_000, b'{"format":2}', b'{"format":' + b"9" * 9999],
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"\xff\xfe",
+        b"{}",
+        b"[" * 100_000,
+        b'{"format":2}',
+        b'{"format":' + b"9" * 9999,
+    ],
     ids=range(10),
 )
 def test_not_a_manifest(cache: Path, content: bytes) -> None:

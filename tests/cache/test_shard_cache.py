@@ -79,7 +79,11 @@ def test_alias_is_persisted(cache: Path) -> None:
         wanted = [(tensor, "elsewhere.bin", offset, 6144) for offset in (7, 8, 9)]
         assert opened.alias_slices(wanted) == 2
     with SplitZipShardCache(cache) as opened:
-        for offset, size, name in ((7, 6144, "blocks.0.up.weight"), (6151, 6400, "embed.weight"), (0, 6400, "embed.weight")):
+        for offset, size, name in (
+            (7, 6144, "blocks.0.up.weight"),
+            (6151, 6400, "embed.weight"),
+            (0, 6400, "embed.weight"),
+        ):
             assert opened.lookup_by_slice("elsewhere.bin", offset, size) is opened.tensors[name]
         assert len(opened.manifest.aliases) == 5
         assert opened.verify().ok
@@ -364,9 +368,7 @@ def test_swapped_segments_are_seen_by_verify(cache: Path) -> None:
     with SplitZipShardCache(cache) as opened:
         entry = opened.tensors["blocks.2.up.weight"]
         extents = list(entry.extents())
-        one, two = next(
-            (a, b) for a in extents for b in extents if a.offset < b.offset and a.nbytes == b.nbytes
-        )
+        one, two = next((a, b) for a in extents for b in extents if a.offset < b.offset and a.nbytes == b.nbytes)
         path = opened.pack_path(entry.pack)
         data = bytearray(path.read_bytes())
         first, second = slice(one.offset, one.offset + one.nbytes), slice(two.offset, two.offset + two.nbytes)
