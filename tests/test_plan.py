@@ -137,7 +137,7 @@ def test_every_segment_is_read_once_and_whole(cache: list[Entry], slack: int, ma
             assert 0 < one.nbytes <= slot_bytes
             assert 0 < len(one.segments) <= max_segments
             for segment in one.segments:
-                assert 0 <= segment.source
+                assert segment.source >= 0
                 assert segment.source + segment.nbytes <= one.nbytes
                 assert segment.destination + segment.decoded_bytes <= layer.nbytes
                 read.append(

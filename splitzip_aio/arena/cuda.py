@@ -1,0 +1,203 @@
+"""The arena in GPU memory, with a landing zone in front of it.
+
+A slot is copied to a landing buffer on the *copy stream*, and decoded from there to its place in the arena on the
+*upload stream*::
+
+    copy stream      wait(landing buffer is read) ▶ copy slot ▶ record(copied)          copied: the slot is free
+    upload stream    wait(copied) ▶ decode, one launch ▶ copy checksums back ▶ record(ready)
+
+So the next slot is copied while this one is decoded. The host waits for both events off the event loop, compares
+the checksums, and only then is anything handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import torch
+
+from splitzip_aio.abc import Fence, SegmentPlacement
+from splitzip_aio.arena.base import BufferArena, checked_capacity
+from splitzip_aio.codec.payload import SegmentHeader, parse_header
+from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
+from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
+
+__all__ = ["CudaArena"]
+
+_LANDING_BUFFERS = 3  # one being written, one being read, one between them
+_DESTINATION_ALIGN = 16
+
+
+@dataclass(slots=True)
+class _Landing:
+    """A device buffer of a slot's size, and the event after which it may be written again."""
+
+    buffer: torch.Tensor
+    read: torch.cuda.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """A slot on its way: its table, and the checksums that the device found, valid after ``ready``."""
+
+    table: SlotTable
+    verdict: torch.Tensor
+    copied: torch.cuda.Event
+    ready: torch.cuda.Event
+
+
+class CudaArena(BufferArena):
+    """An arena on a CUDA device, with two streams of its own and a few landing buffers beside ``capacity_bytes``.
+
+    Args:
+        capacity_bytes: its size.
+        device: a CUDA device, with its index.
+        slot_bytes: bytes of the slots that are uploaded, their table included; the size of a landing buffer.
+
+    Raises:
+        InvalidArgumentError: the capacity is under 256 bytes, or more than the device has.
+        UnsupportedError: Triton is not installed.
+    """
+
+    max_segments = MAX_SLOT_SEGMENTS
+
+    def __init__(self, capacity_bytes: int, *, device: torch.device, slot_bytes: int) -> None:
+        from splitzip_aio.codec.gpu import GpuSplitZipDecoder
+
+        super().__init__(_device_bytes(checked_capacity(capacity_bytes), device, "arena_bytes"))
+        self._landing = [_Landing(_device_bytes(slot_bytes, device, "ring_bytes")) for _ in range(_LANDING_BUFFERS)]
+        self._next_landing = 0
+        self._decoder = GpuSplitZipDecoder()
+        self._copy_stream = torch.cuda.Stream(device)
+        self._upload_stream = torch.cuda.Stream(device)
+        # torch's allocator hands out memory that earlier work of the current stream may still use.
+        for stream in (self._copy_stream, self._upload_stream):
+            stream.wait_stream(torch.cuda.current_stream(device))
+        self._verdicts: list[torch.Tensor] = []
+        # One thread for each stream, and not anyio's: user code that fills those must not stop streaming.
+        self._limiter = anyio.CapacityLimiter(2)
+        self._copies = anyio.Lock()
+        self._decodes = anyio.Lock()
+
+    @staticmethod
+    def table_bytes(payload_bytes: int) -> int:
+        """Bytes to keep free behind a payload of at most ``payload_bytes``."""
+        return table_capacity(payload_bytes)
+
+    async def upload(
+        self,
+        memory: memoryview,
+        payload_bytes: int,
+        segments: Sequence[SegmentPlacement],
+        *,
+        drained: Callable[[], None],
+    ) -> Fence | None:
+        """Decode the segments of a slot into the arena and check them; see :meth:`splitzip_aio.abc.Arena.upload`."""
+        try:
+            upload = self._begin(memory, payload_bytes, segments)
+            await self._reach(upload.copied, self._copies)
+        finally:
+            drained()
+        await self._reach(upload.ready, self._decodes)
+        found = upload.verdict[: len(segments)].numpy().view(np.uint64).copy()
+        self._verdicts.append(upload.verdict)
+        for place in upload.table.failures(found):
+            raise CorruptDataError(
+                f"{segments[place].where}: decoded bytes have checksum {found[place]:016x}, expected "
+                f"{upload.table.checksums[place]:016x}; rebuild the cache"
+            )
+        return upload.ready
+
+    def fence(self) -> Fence | None:
+        """The end of what the caller's current stream has been given so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    async def aclose(self) -> None:
+        """Let go of the memory once both streams are done; views that callers still hold stay valid. Idempotent."""
+        if self._buffer is None:
+            return
+        with anyio.CancelScope(shield=True):
+            for stream in (self._copy_stream, self._upload_stream):
+                await anyio.to_thread.run_sync(stream.synchronize, limiter=self._limiter)
+        self._buffer = None
+        self._landing.clear()
+        self._verdicts.clear()
+
+    def _begin(self, memory: memoryview, payload_bytes: int, segments: Sequence[SegmentPlacement]) -> _Upload:
+        """Check the headers, complete the slot by its table, and give copy and decode to the streams."""
+        base = self.buffer.data_ptr()
+        table = SlotTable.build(
+            [_checked_header(memory, segment) for segment in segments],
+            [segment.source for segment in segments],
+            [base + segment.destination for segment in segments],
+            memory[payload_bytes:],
+        )
+        landing = self._landing[self._next_landing]
+        self._next_landing = (self._next_landing + 1) % len(self._landing)
+        copied = self._copy(landing, memory[: payload_bytes + table.nbytes])
+        verdict = self._verdicts.pop() if self._verdicts else _new_verdict()
+        with torch.cuda.stream(self._upload_stream):
+            copied.wait()
+            results = self._decoder.decode_slot(landing.buffer, payload_bytes, table)
+            verdict[: len(segments)].copy_(results, non_blocking=True)
+            landing.read = torch.cuda.Event(blocking=True)
+            landing.read.record()
+        return _Upload(table, verdict, copied, landing.read)
+
+    def _copy(self, landing: _Landing, memory: memoryview) -> torch.cuda.Event:
+        source = torch.frombuffer(memory, dtype=torch.uint8)
+        copied = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._copy_stream):
+            if landing.read is not None:
+                landing.read.wait()
+            landing.buffer[: len(memory)].copy_(source, non_blocking=True)
+            copied.record()
+        return copied
+
+    async def _reach(self, event: torch.cuda.Event, turn: anyio.Lock) -> None:
+        """Wait until the device gets to ``event``, whatever comes: it uses the slot, or its verdict is not known.
+
+        Events of a stream fire in order, so one task at a time waits in a thread; those behind it mostly find theirs
+        fired when their turn comes.
+        """
+        with anyio.CancelScope(shield=True):
+            async with turn:
+                if not event.query():
+                    await anyio.to_thread.run_sync(event.synchronize, limiter=self._limiter)
+
+    def _wait_before_reuse(self, fences: Iterable[Fence]) -> None:
+        with torch.cuda.stream(self._upload_stream):
+            for fence in fences:
+                fence.wait()
+
+
+def _checked_header(memory: memoryview, segment: SegmentPlacement) -> SegmentHeader:
+    header = parse_header(memory[segment.source : segment.source + segment.nbytes], where=segment.where)
+    if header.decoded_bytes != segment.decoded_bytes:
+        raise CorruptDataError(
+            f"{segment.where}: segment decodes to {header.decoded_bytes} bytes, expected {segment.decoded_bytes}; "
+            "rebuild the cache"
+        )
+    if segment.destination % _DESTINATION_ALIGN:
+        raise UnsupportedError(
+            f"{segment.where}: a GPU decodes to multiples of {_DESTINATION_ALIGN} bytes, and this segment goes to "
+            f"{segment.destination}; rebuild the cache with segments of a multiple of {_DESTINATION_ALIGN} elements"
+        )
+    return header
+
+
+def _device_bytes(nbytes: int, device: torch.device, option: str) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as exc:
+        raise InvalidArgumentError(f"{option}: {device} has no {nbytes} bytes left; give less") from exc
+
+
+def _new_verdict() -> torch.Tensor:
+    return torch.empty(MAX_SLOT_SEGMENTS, dtype=torch.int64, pin_memory=True)

@@ -1,0 +1,102 @@
+"""What a caller holds while it uses a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType, TracebackType
+from typing import Self
+from warnings import warn
+
+import torch
+
+from splitzip_aio.abc import Arena
+from splitzip_aio.codec.dtypes import torch_view
+from splitzip_aio.errors import LeaseReleasedError
+from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
+
+__all__ = ["Lease"]
+
+
+class Lease:
+    """A hold on a layer: its tensors stay where they are until it is released.
+
+    ``async with lease`` makes the current CUDA stream wait until the layer is decoded, and releases at its end. Work
+    on the tensors must by then have been given to the stream that is current then; eviction waits for that stream.
+    What is to outlive the lease must be copied (``tensor.clone()``).
+    """
+
+    def __init__(self, occupant: Occupant, arena: Arena, residency: Residency) -> None:
+        self._occupant = occupant
+        self._arena = arena
+        self._residency = residency
+        self._released = False
+
+    @property
+    def layer(self) -> str:
+        """The layer's name."""
+        return self._occupant.plan.name
+
+    @property
+    def released(self) -> bool:
+        """Whether the tensors may have been overwritten: after :meth:`release`, or once the transport is closed."""
+        return self._released or self._occupant.state is OccupantState.GONE
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The layer's tensors by name, as views of the arena with their dtypes and shapes; tied ones share memory.
+
+        Raises:
+            LeaseReleasedError: the lease was released, or the transport closed.
+        """
+        self._check_held()
+        return self._views
+
+    async def __aenter__(self) -> Self:
+        self._check_held()
+        for fence in self._occupant.placed.fences:
+            fence.wait()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the layer go, once the current stream's work so far is done. Idempotent; never waits."""
+        if not self._released:
+            self._released = True
+            self.__dict__.pop("_views", None)
+            self._residency.let_go(self._occupant, use=self._arena.fence())
+
+    def __del__(self) -> None:
+        if not self.released:
+            warn(
+                f"lease on layer {self.layer!r} was never released; use 'async with'",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.layer!r}{' released' if self.released else ''}>"
+
+    @cached_property
+    def _views(self) -> Mapping[str, torch.Tensor]:
+        base = self._occupant.placed.base
+        return MappingProxyType(
+            {
+                tensor.name: torch_view(
+                    self._arena.view(base + tensor.offset, tensor.nbytes), tensor.dtype, tensor.shape
+                )
+                for tensor in self._occupant.plan.tensors
+            }
+        )
+
+    def _check_held(self) -> None:
+        if self.released:
+            raise LeaseReleasedError(f"the lease on layer {self.layer!r} is over; prefetch the layer again")

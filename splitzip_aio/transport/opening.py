@@ -1,0 +1,202 @@
+"""Opening a transport: which device, how much memory, which files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
+from os import PathLike
+
+import anyio
+import anyio.to_thread
+import torch
+
+from splitzip_aio.abc import Arena, FileHandle, IOMode, ReadDriver
+from splitzip_aio.arena import CudaArena, HostArena
+from splitzip_aio.cache import LayerRule, SplitZipShardCache
+from splitzip_aio.drivers import DriverName, open_driver
+from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
+from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
+from splitzip_aio.staging import StagingRing, split_ring
+from splitzip_aio.transport.stream import Parts, Transport
+from splitzip_aio.units import parse_bytes
+
+__all__ = ["open_transport"]
+
+logger = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_transport(
+    cache: str | PathLike[str] | SplitZipShardCache,
+    *,
+    device: str | torch.device = "auto",
+    ring_bytes: int | str = "256MiB",
+    arena_bytes: int | str = "2GiB",
+    driver: DriverName = "auto",
+    io: IOMode = "auto",
+    layer_of: LayerRule | None = None,
+) -> AsyncIterator[Transport]:
+    """Open a cache for streaming: ``async with open_transport("cache/") as transport``.
+
+    Leaving the block closes the transport, whatever the reason: what is in flight lands first, then memory, files and
+    driver are freed. An exception of the block passes through as it is.
+
+    Args:
+        cache: a cache's directory, or an open cache, which stays open.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``: the current CUDA device if there is one, else the
+            CPU.
+        ring_bytes: memory for staging slots; page-locked for a GPU. One slot is enough, three or more overlap.
+        arena_bytes: memory on the device for decoded layers, at most; never more than all layers need.
+        driver: ``"uring"``, ``"threads"`` or ``"auto"``.
+        io: how packs are read: ``"direct"``, ``"buffered"`` or ``"auto"``.
+        layer_of: from a tensor's name to its layer's; by default what the cache was built with.
+
+    Raises:
+        CacheNotFoundError, ManifestError: there is no usable cache.
+        InvalidArgumentError: an option is out of range.
+        LayerTooLargeError: the ring is smaller than the cache's largest segment.
+        UnsupportedError: the device, the driver or direct reading was asked for and cannot be had here.
+        ReadError: a pack cannot be opened.
+        TransportError: streaming broke down, and nobody has been told.
+    """
+    target, fallbacks = _choose_device(device)
+    assemble = partial(
+        _assemble,
+        cache,
+        target,
+        ring_bytes=parse_bytes(ring_bytes, name="ring_bytes"),
+        arena_bytes=parse_bytes(arena_bytes, name="arena_bytes"),
+        driver=driver,
+        io=io,
+        layer_of=layer_of,
+        fallbacks=fallbacks,
+    )
+    raised: BaseException | None = None
+    async with AsyncExitStack() as resources:
+        transport = Transport(await anyio.to_thread.run_sync(assemble, resources))
+        async with anyio.create_task_group() as group:
+            group.start_soon(transport.serve, resources.pop_all())
+            try:
+                yield transport
+            except (Exception, KeyboardInterrupt, SystemExit) as exc:  # noqa: BLE001 - raised below
+                raised = exc
+            finally:
+                await transport.aclose()
+    if raised is None:
+        raised = transport.failure
+    if raised is not None:
+        raise raised
+
+
+def _assemble(
+    cache: str | PathLike[str] | SplitZipShardCache,
+    device: torch.device,
+    resources: AsyncExitStack,
+    *,
+    ring_bytes: int,
+    arena_bytes: int,
+    driver: DriverName,
+    io: IOMode,
+    layer_of: LayerRule | None,
+    fallbacks: tuple[str, ...],
+) -> Parts:
+    """Make everything, in a worker thread since page-locking takes a while; ``resources`` takes it down."""
+    with ExitStack() as own:
+        opened = cache if isinstance(cache, SplitZipShardCache) else own.enter_context(SplitZipShardCache(cache))
+        if device.type == "cuda":
+            own.enter_context(torch.cuda.device(device))  # the current device is this thread's own
+        entries = opened.tensors.values()
+        kind = CudaArena if device.type == "cuda" else HostArena
+        slots, payload_bytes = split_ring(
+            ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=kind.table_bytes
+        )
+        plan = ExecutionPlan(entries, slot_bytes=payload_bytes, max_segments=kind.max_segments, layer_of=layer_of)
+        ring = resources.enter_context(
+            StagingRing(slots, payload_bytes, table_bytes=kind.table_bytes(payload_bytes), pinned=device.type == "cuda")
+        )
+        resources.callback(ring.release_all)
+        arena = _make_arena(device, min(arena_bytes, plan.nbytes), len(ring.slots[0].memory))
+        resources.push_async_callback(arena.aclose)
+        reader = open_driver(driver, buffers=[slot.payload for slot in ring.slots])
+        resources.push_async_exit(reader)
+        packs = tuple(str(opened.pack_path(number)) for number in range(len(opened.manifest.packs)))
+        files = tuple(_open_pack(opened, number, reader, io) for number in range(len(packs)))
+    return Parts(plan, ring, reader, files, packs, arena, (*fallbacks, *_fallbacks(ring, reader, files, io)))
+
+
+def _choose_device(device: str | torch.device) -> tuple[torch.device, tuple[str, ...]]:
+    """The device, and what was passed over on the way to it.
+
+    Raises:
+        InvalidArgumentError: not a device.
+        UnsupportedError: a device that is not here, or that nothing is decoded on.
+    """
+    missing = _cuda_missing()
+    if device == "auto":
+        if missing is None:
+            return torch.device("cuda", torch.cuda.current_device()), ()
+        logger.info("streaming to the CPU: %s", missing)
+        return torch.device("cpu"), (f"cuda: {missing}",)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as exc:
+        raise InvalidArgumentError(f"device: expected 'auto', 'cpu' or one like 'cuda:0', found {device!r}") from exc
+    if chosen.type == "cpu":
+        return torch.device("cpu"), ()
+    if chosen.type != "cuda":
+        raise UnsupportedError(f"device: layers are decoded on 'cpu' and 'cuda', not on {str(chosen)!r}")
+    if missing is not None:
+        raise UnsupportedError(f"device {str(chosen)!r}: {missing}; use device='cpu'")
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    if index >= torch.cuda.device_count():
+        raise UnsupportedError(f"device {str(chosen)!r}: torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index), ()
+
+
+def _cuda_missing() -> str | None:
+    """Why nothing can be decoded on a GPU here; None if it can."""
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no CUDA device"
+    from splitzip_aio.codec import triton_available
+
+    if not triton_available():
+        return "Triton is not installed; pip install splitzip-aio[gpu]"
+    return None
+
+
+def _make_arena(device: torch.device, capacity_bytes: int, slot_bytes: int) -> Arena:
+    if device.type == "cuda":
+        return CudaArena(capacity_bytes, device=device, slot_bytes=slot_bytes)
+    return HostArena(capacity_bytes)
+
+
+def _open_pack(cache: SplitZipShardCache, number: int, reader: ReadDriver, io: IOMode) -> FileHandle | None:
+    """Open a pack by way of the cache's own descriptor, so that it is the one that the manifest belongs to.
+
+    None if it does not exist, which concerns only who reads from it.
+    """
+    try:
+        descriptor = cache.open_pack(number)
+    except CorruptDataError:
+        return None
+    try:
+        file = reader.open(f"/proc/self/fd/{descriptor}", io=io)
+    finally:
+        os.close(descriptor)
+    file.path = str(cache.pack_path(number))  # what errors are to call it
+    return file
+
+
+def _fallbacks(ring: StagingRing, reader: ReadDriver, files: Sequence[FileHandle | None], io: IOMode) -> Iterator[str]:
+    """Each better way that could not be taken, and why."""
+    refused = ring.statistics().fallback
+    if refused is not None:
+        yield f"pinned memory: {refused}"
+    yield from reader.statistics().fallbacks
+    if io == "auto":
+        for reason in dict.fromkeys(file.reason for file in files if file is not None and not file.direct):
+            logger.warning("packs are read through the page cache: %s", reason)
+            yield f"direct I/O: {reason}"

@@ -1,0 +1,206 @@
+"""The transport: what its callers see of the pipeline, and what keeps the pipeline running."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import anyio
+import torch
+from anyio.lowlevel import current_token
+
+from splitzip_aio.abc import Arena, FileHandle, ReadDriver
+from splitzip_aio.dispatch import Dispatcher
+from splitzip_aio.errors import ClosedError, SplitZipError, TransportError, WrongEventLoopError
+from splitzip_aio.loading import FilledSlot
+from splitzip_aio.plan import ExecutionPlan
+from splitzip_aio.prefetch import Prefetcher
+from splitzip_aio.staging import StagingRing
+from splitzip_aio.telemetry import TransportStatistics
+from splitzip_aio.transport.lease import Lease
+from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
+
+__all__ = ["Parts", "Transport"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a transport is made of, and what it closes."""
+
+    plan: ExecutionPlan
+    ring: StagingRing
+    driver: ReadDriver
+    files: Sequence[FileHandle | None]
+    packs: Sequence[str]
+    arena: Arena
+    fallbacks: tuple[str, ...]
+
+
+class Transport:
+    """An open cache, its layers streamed into an arena on demand. Made by :func:`open_transport`.
+
+    Any number of tasks of one event loop may use it at the same time.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._token = current_token()
+        send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
+        self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, parts.packs, send)
+        self._dispatcher = Dispatcher(parts.arena, parts.ring, parts.packs, receive)
+        self._residency = Residency(parts.arena, self._prefetcher.submit)
+        self._over: TransportError | None = None
+        self._failure: TransportError | None = None
+        self._ended = anyio.Event()
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers, in execution order."""
+        return self._parts.plan.layers
+
+    @property
+    def device(self) -> torch.device:
+        """Where layers are decoded to."""
+        return self._parts.arena.device
+
+    async def prefetch(self, layer: str) -> Lease:
+        """Bring a layer into the arena, and hold it there.
+
+        A layer that is resident or on its way is joined. Where the arena is full, layers that nobody holds make room,
+        the least recently used first; while those do not suffice, this waits, in order of arrival. When everyone who
+        waits for a layer is cancelled, it is read no further.
+
+        Returns:
+            A lease, to be released: ``async with await transport.prefetch(name) as lease``.
+
+        Raises:
+            UnknownLayerError: the cache has no such layer.
+            LayerTooLargeError: the layer is larger than the arena.
+            CorruptDataError: stored bytes of it are wrong; names tensor, pack and offset.
+            ReadError: the operating system failed a read.
+            ClosedError: the transport is closed, or was while this waited.
+            TransportError: streaming broke down; the cause says how.
+            WrongEventLoopError: called in another event loop than the transport was opened in.
+        """
+        self._check_usable()
+        occupant = self._residency.hold(self._parts.plan.layer(layer))
+        try:
+            await occupant.settled.wait()
+            self._check_arrived(occupant)
+        except BaseException:
+            self._residency.let_go(occupant)
+            raise
+        return Lease(occupant, self._parts.arena, self._residency)
+
+    def statistics(self) -> TransportStatistics:
+        """A snapshot of what the transport is doing and has done."""
+        parts = self._parts
+        return TransportStatistics(
+            device=str(self.device),
+            io=parts.driver.statistics(),
+            ring=parts.ring.statistics(),
+            arena=parts.arena.statistics(),
+            residency=self._residency.statistics(),
+            layers=len(self.layers),
+            direct_files=sum(file is not None and file.direct for file in parts.files),
+            files=len(parts.files),
+            wire_bytes=self._dispatcher.wire_bytes,
+            decoded_bytes=self._dispatcher.decoded_bytes,
+            fallbacks=parts.fallbacks,
+        )
+
+    async def aclose(self) -> None:
+        """Close, once what is in flight has landed; who waits for a layer gets ClosedError, leases end. Idempotent.
+
+        Raises:
+            WrongEventLoopError: called in another event loop than the transport was opened in.
+        """
+        self._check_loop()
+        self._stop(ClosedError("the transport is closed"))
+        await _wait_whatever_comes(self._ended)
+
+    @property
+    def failure(self) -> TransportError | None:
+        """What broke streaming down, if anything did."""
+        return self._failure
+
+    async def serve(self, resources: AsyncExitStack) -> None:
+        """Run the pipeline until the transport is closed, then free ``resources``; not cut short by cancellation."""
+        try:
+            with anyio.CancelScope(shield=True):
+                async with resources:
+                    await self._stream()
+        except Exception as exc:  # noqa: BLE001 - raised where the transport is left
+            self._break_down(exc)
+        finally:
+            self._ended.set()
+
+    async def _stream(self) -> None:
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._prefetcher.run)
+                group.start_soon(self._dispatcher.run)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
+            self._break_down(exc)
+
+    def _break_down(self, cause: Exception) -> None:
+        logger.error("streaming broke down", exc_info=cause)
+        if self._failure is None:
+            self._failure = TransportError(f"streaming broke down: {_first(cause)!r}")
+            self._failure.__cause__ = cause
+        self._stop(self._failure)
+
+    def _stop(self, reason: TransportError) -> None:
+        if self._over is None:
+            self._over = reason
+            self._residency.close(reason)
+            self._prefetcher.close()
+
+    def _check_usable(self) -> None:
+        self._check_loop()
+        if self._over is not None:
+            raise _again(self._over)
+
+    def _check_loop(self) -> None:
+        if current_token() != self._token:
+            raise WrongEventLoopError("a transport belongs to the event loop it was opened in; open one in each")
+
+    def _check_arrived(self, occupant: Occupant) -> None:
+        error = occupant.error or self._over
+        if occupant.state is not OccupantState.RESIDENT and error is not None:
+            raise _again(error)
+
+
+def _again(error: SplitZipError) -> SplitZipError:
+    """The same error for one more caller: an exception that is raised twice mixes up its tracebacks."""
+    another = copy.copy(error)
+    another.__cause__ = error.__cause__
+    return another
+
+
+def _first(exc: BaseException) -> BaseException:
+    """What began a group of exceptions."""
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc
+
+
+async def _wait_whatever_comes(event: anyio.Event) -> None:
+    """Wait for an event, and let a cancellation through only then.
+
+    asyncio's own ``Task.cancel`` reaches through the shield of an anyio scope, once for each call.
+    """
+    cancelled: BaseException | None = None
+    with anyio.CancelScope(shield=True):
+        while not event.is_set():
+            try:
+                await event.wait()
+            except anyio.get_cancelled_exc_class() as exc:
+                cancelled = exc
+    if cancelled is not None:
+        raise cancelled
