@@ -27,6 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -103,7 +104,7 @@ def inspect(cache: Cache, *, as_json: Json = False) -> None:
 
 @app.command(no_args_is_help=True)
 def verify(cache: Cache, *, as_json: Json = False) -> None:
-    """Read and decode all of a cache, and name each tensor that is damaged."""
+    """Check every byte of a cache; name each damaged tensor."""
     with reporting(as_json=as_json) as output:
         with output.progress(f"verify {cache}") as progress, splitzip_aio.SplitZipShardCache(cache) as opened:
             report = opened.verify(progress)
@@ -114,7 +115,7 @@ def verify(cache: Cache, *, as_json: Json = False) -> None:
 
 @app.command(no_args_is_help=True)
 def load(cache: Cache, *, device: Device = "auto", driver: Driver = "auto", as_json: Json = False) -> None:
-    """Stream all of a cache to a device, and say how fast and by which means."""
+    """Stream a cache to a device, and say how that went."""
     with reporting(as_json=as_json) as output:
         target = best_device(device)
         total_bytes = summarize(cache).raw_bytes
@@ -135,7 +136,7 @@ def demo(
     directory: Scratch = None,
     as_json: Json = False,
 ) -> None:
-    """Compress a checkpoint, stream it through the pipeline, and compare every bit."""
+    """Compress a checkpoint, stream it, compare every bit."""
     with reporting(as_json=as_json) as output:
         report = run_demo(
             checkpoint,
@@ -151,7 +152,7 @@ def demo(
 
 @app.command()
 def doctor(*, as_json: Json = False) -> None:
-    """Show what this machine offers, and what to do about what is missing."""
+    """Show what this machine offers and what it lacks."""
     with reporting(as_json=as_json) as output:
         found = examine(Path.cwd())
         output.result(found, render.examination)
