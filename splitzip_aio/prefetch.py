@@ -102,8 +102,7 @@ class Prefetcher:
             count = await self._driver.read(file, slot.index, 0, offset=read.offset, nbytes=read.nbytes)
         if count < read.nbytes:
             lost = next(segment for segment in read.segments if segment.source + segment.nbytes > count)
-            found = "is missing" if file is None else f"ends at {read.offset + count}"
             raise CorruptDataError(
-                f"tensor {lost.tensor!r}: {self._packs[read.pack]} {found}, and has to have {lost.nbytes} bytes at "
-                f"{read.offset + lost.source}; rebuild the cache"
+                f"tensor {lost.tensor!r}: {self._packs[read.pack]} is {'missing' if file is None else 'too short'}: "
+                f"expected {lost.nbytes} bytes at {read.offset + lost.source}; rebuild the cache"
             )

@@ -1,0 +1,143 @@
+"""Stand-ins for what the pipeline's parts talk to, under a test's control."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import anyio
+import torch
+
+from splitzip_aio.abc import Arena, ArenaStatistics, DriverStatistics, Fence, FileHandle, ReadDriver, SegmentPlacement
+from splitzip_aio.loading import Load
+from splitzip_aio.plan import LayerPlan, PlannedRead, PlannedSegment
+
+if TYPE_CHECKING:
+    from splitzip_aio.abc import IOMode
+
+
+class Gate:
+    """Tasks that reached a point, in order, each let through when the test says so."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.arrived: list[object] = []
+        self._events: list[anyio.Event] = []
+
+    async def pass_through(self, who: object) -> None:
+        self.arrived.append(who)
+        self._events.append(anyio.Event())
+        if not self.open:
+            await self._events[-1].wait()
+
+    def let(self, place: int) -> None:
+        self._events[place].set()
+
+
+class FakeFile(FileHandle):
+    """A file of so many bytes."""
+
+    def __init__(self, path: str, size: int) -> None:
+        self.path = path
+        self.size = size
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class FakeDriver(ReadDriver):
+    """Reads zeros; each read waits at ``gate``, and raises what ``failures`` has for its offset."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.failures: dict[int, Exception] = {}
+
+    name = "fake"
+    buffers: Sequence[memoryview] = ()
+
+    def open(self, path: object, *, io: IOMode = "auto") -> FileHandle:
+        raise NotImplementedError
+
+    async def read(self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int) -> int:
+        await self.gate.pass_through(offset)
+        if offset in self.failures:
+            raise self.failures[offset]
+        return max(0, min(file.size - offset, nbytes))
+
+    def statistics(self) -> DriverStatistics:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+
+class FakeArena(Arena):
+    """Decodes nothing; each upload waits at ``gate``, and raises what ``failures`` has for its destination."""
+
+    max_segments = 4
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+        self.failures: dict[int, Exception] = {}
+        self.uploads: list[Sequence[SegmentPlacement]] = []
+
+    @staticmethod
+    def table_bytes(payload_bytes: int) -> int:
+        return 0
+
+    async def upload(
+        self,
+        memory: memoryview,
+        payload_bytes: int,
+        segments: Sequence[SegmentPlacement],
+        *,
+        drained: Callable[[], None],
+    ) -> Fence | None:
+        self.uploads.append(segments)
+        try:
+            await self.gate.pass_through(segments[0].destination)
+        finally:
+            drained()
+        if segments[0].destination in self.failures:
+            raise self.failures[segments[0].destination]
+        return None
+
+    def fits(self, nbytes: int, *, freeing: Iterable[int] = ()) -> bool:
+        raise NotImplementedError
+
+    def allocate(self, nbytes: int) -> int | None:
+        raise NotImplementedError
+
+    def free(self, offset: int, *, after: Iterable[Fence] = ()) -> None:
+        raise NotImplementedError
+
+    def view(self, offset: int, nbytes: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def fence(self) -> Fence | None:
+        return None
+
+    def statistics(self) -> ArenaStatistics:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        raise NotImplementedError
+
+
+class Loads:
+    """Loads of reads of a page each, which say when they settled."""
+
+    def __init__(self) -> None:
+        self.settled: list[str] = []
+
+    def make(self, name: str, offsets: Sequence[int], *, pack: int = 0, base: int = 0) -> Load:
+        reads = tuple(
+            PlannedRead(pack, offset, 4096, (PlannedSegment(32, 320, place * 256, 200, f"{name}.weight"),))
+            for place, offset in enumerate(offsets)
+        )
+        return Load(LayerPlan(name, (), 256, reads), base, settled=lambda load: self.settled.append(load.plan.name))

@@ -1,0 +1,123 @@
+"""The dispatcher: what is uploaded where, and which slot goes back when."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from splitzip_aio.abc import SegmentPlacement
+from splitzip_aio.dispatch import Dispatcher
+from splitzip_aio.errors import CorruptDataError
+from splitzip_aio.loading import FilledSlot, Load
+from splitzip_aio.staging import PAGE_BYTES, SlotState, StagingRing
+from tests.pipeline import FakeArena, Loads
+
+pytestmark = pytest.mark.anyio
+
+
+class Rig:
+    """A dispatcher, fed by hand."""
+
+    def __init__(self, ring: StagingRing) -> None:
+        self.ring = ring
+        self.arena = FakeArena()
+        self.loads = Loads()
+        self.input, source = anyio.create_memory_object_stream[FilledSlot](len(ring.slots))
+        self.dispatcher = Dispatcher(self.arena, ring, ["a.szp"], source)
+
+    def feed(self, load: Load) -> FilledSlot:
+        slot = self.ring.acquire_nowait()
+        self.ring.mark_ready(slot)
+        filled = FilledSlot(slot, load.take(), load)
+        self.input.send_nowait(filled)
+        return filled
+
+
+@pytest.fixture
+def ring() -> Iterator[StagingRing]:
+    with StagingRing(3, PAGE_BYTES) as ring:
+        yield ring
+
+
+@asynccontextmanager
+async def running(ring: StagingRing) -> AsyncIterator[Rig]:
+    rig = Rig(ring)
+    async with anyio.create_task_group() as group:
+        group.start_soon(rig.dispatcher.run)
+        async with rig.input:
+            yield rig
+
+
+async def test_segments_go_to_their_place_in_the_layers_range(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        rig.arena.gate.open = True
+        load = rig.loads.make("one", [0, 8192], base=1024)
+        rig.feed(load)
+        rig.feed(load)
+    assert rig.arena.uploads == [
+        [SegmentPlacement(32, 320, 1024, 200, "tensor 'one.weight', a.szp at offset 32")],
+        [SegmentPlacement(32, 320, 1280, 200, "tensor 'one.weight', a.szp at offset 8224")],
+    ]
+    assert rig.loads.settled == ["one"]
+    assert (rig.dispatcher.wire_bytes, rig.dispatcher.decoded_bytes) == (640, 400)
+    assert ring.statistics().free == 3
+
+
+async def test_uploads_overlap_and_each_frees_its_slot(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        loads = [rig.loads.make(name, [0], base=base) for name, base in (("one", 0), ("two", 256))]
+        slots = [rig.feed(load).slot for load in loads]
+        await anyio.wait_all_tasks_blocked()
+        assert [slot.state for slot in slots] == [SlotState.COPYING] * 2
+        rig.arena.gate.let(rig.arena.gate.arrived.index(256))
+        await anyio.wait_all_tasks_blocked()
+        assert [slot.state for slot in slots] == [SlotState.COPYING, SlotState.FREE]
+        assert rig.loads.settled == ["two"]
+        rig.arena.gate.let(rig.arena.gate.arrived.index(0))
+
+
+async def test_wrong_bytes_fail_their_load_and_no_other(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        rig.arena.gate.open = True
+        rig.arena.failures[0] = CorruptDataError("bad")
+        bad, good = rig.loads.make("bad", [0, 4096]), rig.loads.make("good", [8192], base=512)
+        rig.feed(bad)
+        rig.feed(good)
+        await anyio.wait_all_tasks_blocked()
+        assert bad.error is rig.arena.failures[0]
+        assert not bad.queued
+        assert good.error is None
+        assert sorted(rig.loads.settled) == ["bad", "good"]
+    assert rig.dispatcher.decoded_bytes == 200
+
+
+async def test_what_nobody_wants_is_not_uploaded(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        load = rig.loads.make("one", [0])
+        rig.feed(load)
+        load.cancel()
+    assert rig.arena.uploads == []
+    assert rig.loads.settled == ["one"]
+    assert ring.statistics().free == 3
+
+
+async def test_it_ends_once_what_it_began_is_done(ring: StagingRing) -> None:
+    ended = anyio.Event()
+    rig = Rig(ring)
+
+    async def run() -> None:
+        await rig.dispatcher.run()
+        ended.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+        rig.feed(rig.loads.make("one", [0]))
+        await anyio.wait_all_tasks_blocked()
+        rig.input.close()
+        await anyio.wait_all_tasks_blocked()
+        assert not ended.is_set()
+        rig.arena.gate.let(0)
+    assert ended.is_set()

@@ -1,0 +1,158 @@
+"""The prefetcher: order, depth, cancellation, and what becomes of reads that fail."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from anyio.streams.memory import MemoryObjectReceiveStream
+
+from splitzip_aio.errors import CorruptDataError, ReadError
+from splitzip_aio.loading import FilledSlot
+from splitzip_aio.prefetch import Prefetcher
+from splitzip_aio.staging import PAGE_BYTES, SlotState, StagingRing
+from tests.pipeline import FakeDriver, FakeFile, Loads
+
+pytestmark = pytest.mark.anyio
+
+
+class Rig:
+    """A prefetcher over two slots, one file of 10 pages, and one that is missing."""
+
+    def __init__(self, ring: StagingRing) -> None:
+        self.ring = ring
+        self.driver = FakeDriver()
+        self.loads = Loads()
+        send, self.output = anyio.create_memory_object_stream[FilledSlot](len(ring.slots))
+        files = [FakeFile("a.szp", 10 * PAGE_BYTES), None]
+        self.prefetcher = Prefetcher(self.driver, ring, files, ["a.szp", "b.szp"], send)
+
+    async def next(self) -> FilledSlot:
+        with anyio.fail_after(2):
+            return await self.output.receive()
+
+
+@pytest.fixture
+def ring() -> Iterator[StagingRing]:
+    with StagingRing(2, PAGE_BYTES) as ring:
+        yield ring
+
+
+@asynccontextmanager
+async def running(ring: StagingRing) -> AsyncIterator[Rig]:
+    rig = Rig(ring)
+    async with rig.output, anyio.create_task_group() as group:
+        group.start_soon(rig.prefetcher.run)
+        yield rig
+        rig.prefetcher.close()
+
+
+async def drain(output: MemoryObjectReceiveStream[FilledSlot], ring: StagingRing) -> list[FilledSlot]:
+    """What is left until the prefetcher closes its end, slots released."""
+    left = []
+    async for filled in output:
+        left.append(filled)
+        ring.release(filled.slot)
+        filled.load.settle()
+    return left
+
+
+async def test_reads_are_in_order_and_as_many_at_once_as_there_are_slots(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        rig.prefetcher.submit(rig.loads.make("one", [0, 4096, 8192]))
+        rig.prefetcher.submit(rig.loads.make("two", [12288]))
+        await anyio.wait_all_tasks_blocked()
+        assert rig.driver.gate.arrived == [0, 4096]
+        assert ring.statistics().reading == 2
+        rig.driver.gate.let(1)
+        filled = await rig.next()
+        assert (filled.load.plan.name, filled.read.offset) == ("one", 4096)
+        assert filled.slot.state is SlotState.READY
+        rig.driver.gate.open = True
+        rig.driver.gate.let(0)
+        ring.release(filled.slot)
+        rig.prefetcher.close()
+        assert {each.read.offset for each in await drain(rig.output, ring)} == {0, 8192, 12288}
+    assert rig.driver.gate.arrived == [0, 4096, 8192, 12288]
+
+
+async def test_a_cancelled_load_is_not_read_further(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        load = rig.loads.make("one", [0, 4096, 8192])
+        rig.prefetcher.submit(load)
+        await anyio.wait_all_tasks_blocked()
+        load.cancel()
+        rig.prefetcher.submit(rig.loads.make("two", [12288]))
+        assert rig.loads.settled == []
+        rig.driver.gate.open = True
+        rig.driver.gate.let(0)
+        rig.driver.gate.let(1)
+        rig.prefetcher.close()
+        left = await drain(rig.output, ring)
+    assert [each.read.offset for each in left if each.load.wanted] == [12288]
+    assert rig.driver.gate.arrived == [0, 4096, 12288]
+    assert sorted(rig.loads.settled) == ["one", "two"]
+
+
+async def test_a_slot_taken_for_nothing_goes_back(ring: StagingRing) -> None:
+    taken = [ring.acquire_nowait() for _ in range(2)]
+    async with running(ring) as rig:
+        load = rig.loads.make("one", [0])
+        rig.prefetcher.submit(load)
+        await anyio.wait_all_tasks_blocked()
+        assert ring.statistics().waiting == 1
+        load.cancel()
+        for slot in taken:
+            ring.release(slot)
+        await anyio.wait_all_tasks_blocked()
+        assert ring.statistics().free == 2
+        assert rig.driver.gate.arrived == []
+
+
+async def test_a_failed_read_fails_its_load_and_no_other(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        rig.driver.gate.open = True
+        rig.driver.failures[0] = ReadError(5, "no", "a.szp")
+        broken = rig.loads.make("broken", [0, 4096, 8192])
+        rig.prefetcher.submit(broken)
+        rig.prefetcher.submit(rig.loads.make("sound", [12288]))
+        rig.prefetcher.close()
+        left = await drain(rig.output, ring)
+    assert broken.error is rig.driver.failures[0]
+    assert [each.load.plan.name for each in left if each.load.wanted] == ["sound"]
+    assert 8192 not in rig.driver.gate.arrived
+    assert ring.statistics().free == 2
+
+
+@pytest.mark.parametrize(
+    ("pack", "offset", "message"),
+    [
+        (0, 9 * PAGE_BYTES + 3904, r"'one\.weight': a\.szp is too short: expected 320 bytes at 40800"),
+        (0, 20 * PAGE_BYTES, r"'one\.weight': a\.szp is too short: expected 320 bytes at 81952"),
+        (1, 0, r"'one\.weight': b\.szp is missing: expected 320 bytes at 32"),
+    ],
+)
+async def test_what_is_not_there_is_named(ring: StagingRing, pack: int, offset: int, message: str) -> None:
+    async with running(ring) as rig:
+        rig.driver.gate.open = True
+        load = rig.loads.make("one", [offset], pack=pack)
+        rig.prefetcher.submit(load)
+        rig.prefetcher.close()
+        assert await drain(rig.output, ring) == []
+    assert isinstance(load.error, CorruptDataError)
+    with pytest.raises(CorruptDataError, match=message):
+        raise load.error
+    assert rig.loads.settled == ["one"]
+
+
+async def test_it_waits_for_work_and_ends_when_closed(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        await anyio.wait_all_tasks_blocked()
+        assert ring.statistics().free == 2  # nothing is held while there is nothing to do
+        rig.driver.gate.open = True
+        rig.prefetcher.submit(rig.loads.make("one", [0]))
+        ring.release((await rig.next()).slot)
+        rig.prefetcher.close()
+        assert await drain(rig.output, ring) == []
