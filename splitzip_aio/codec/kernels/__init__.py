@@ -1,0 +1,1 @@
+"""Triton kernels, and nothing else: importing them needs Triton, and only ``codec.gpu`` does."""
