@@ -52,13 +52,13 @@ def test_own_checkpoint_of_every_kind(cli: CommandLine, tmp_path: Path) -> None:
         "d.tied": tied.clone(),
     }
     save_file(tensors, tmp_path / "mine.safetensors")
-    before = (tmp_path / "mine.safetensors").stat()
+    before = (tmp_path / "mine.safetensors").read_bytes()
     done = cli("demo", "--checkpoint", tmp_path / "mine.safetensors", "--device", "cpu", "--json")
     assert done.code == 0
     assert done.document["bit_exact"] is True
     assert done.document["checkpoint"] == str(tmp_path / "mine.safetensors")
     assert done.document["stream"]["tensors"] == len(tensors)
-    assert (tmp_path / "mine.safetensors").stat() == before
+    assert (tmp_path / "mine.safetensors").read_bytes() == before
 
 
 def test_wrong_bits_are_noticed(
