@@ -6,6 +6,10 @@ Every offset follows from the schedule, the format and three counts, so a header
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = [
     "CHUNK_ELEMENTS",
@@ -17,6 +21,7 @@ __all__ = [
     "TAIL_SLACK",
     "TILE_ELEMENTS",
     "Layout",
+    "Size",
     "align",
 ]
 
@@ -30,42 +35,51 @@ CHUNK_ELEMENTS = 1024
 TAIL_SLACK = 8  # zero bytes after the tail's last word, so that a decoder may read a word too far
 
 
-def align(size: int, alignment: int) -> int:
+Size = TypeVar("Size", int, NDArray[np.int64])
+"""One segment's number, or (segments,) numbers at once."""
+
+
+def align(size: Size, alignment: int) -> Size:
     """``size`` rounded up to a multiple of ``alignment``."""
     return -(-size // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Byte offsets from the start of a segment; ``segment_bytes`` includes header and padding.
+class Layout(Generic[Size]):
+    """Byte offsets from the start of a segment, or of each of many; ``segment_bytes`` includes header and padding.
 
     ``low`` and ``high`` are the residual planes, ``codes`` the plane of the first tier, ``index`` one u32 per tile (or
     chunk) and one for the end, ``tail`` the rest. An absent part has the offset where it would have started.
     """
 
     low: int
-    high: int
-    codes: int
-    index: int
-    tail: int
-    segment_bytes: int
+    high: Size
+    codes: Size
+    index: Size
+    tail: Size
+    segment_bytes: Size
 
     @classmethod
     def of(
         cls,
-        elements: int,
+        elements: Size,
         *,
         low_bits: int,
         high_bits: int,
         code_bits: int,
-        index_entries: int,
-        tail_bits: int,
-    ) -> Layout:
-        """Place planes of so many bits an element, ``index_entries`` u32 values and ``tail_bits`` one after another."""
+        tile_elements: int,
+        tail_bits: Size,
+    ) -> Layout[Size]:
+        """Place planes of so many bits an element, an index of u32 entries and ``tail_bits`` one after another.
+
+        The index has an entry for every ``tile_elements`` elements and one for the end; 0 leaves out index and tail.
+        """
         low = HEADER_BYTES
         high = align(low + (elements * low_bits + 7) // 8, PLANE_ALIGN)
         codes = align(high + (elements * high_bits + 7) // 8, PLANE_ALIGN)
         index = align(codes + (elements * code_bits + 7) // 8, PLANE_ALIGN)
-        tail = align(index + 4 * index_entries, PLANE_ALIGN)
-        end = tail + (tail_bits + 31) // 32 * 4 + (TAIL_SLACK if index_entries else 0)
+        if not tile_elements:
+            return cls(low, high, codes, index, index, align(index, SEGMENT_ALIGN))
+        tail = align(index + 4 * (-(-elements // tile_elements) + 1), PLANE_ALIGN)
+        end = tail + (tail_bits + 31) // 32 * 4 + TAIL_SLACK
         return cls(low, high, codes, index, tail, align(end, SEGMENT_ALIGN))

@@ -60,7 +60,7 @@ class SegmentHeader:
         return self.elements * self.fmt.element_bytes
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> Layout[int]:
         """Where the planes are."""
         return self.schedule.layout(self.fmt, self.elements, self.tail_bits)
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import BF16, ElementFormat
-from splitzip_aio.codec.layout import CHUNK_ELEMENTS, TILE_ELEMENTS, Layout
+from splitzip_aio.codec.layout import CHUNK_ELEMENTS, TILE_ELEMENTS, Layout, Size
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = [
@@ -103,34 +103,27 @@ class Schedule:
         starts = np.concatenate(([0], np.cumsum(sizes))).tolist()
         return tuple(order[start : start + size] for start, size in zip(starts, sizes, strict=False))
 
-    def layout(self, fmt: ElementFormat, elements: int, tail_bits: int) -> Layout:
-        """Layout of a segment of ``elements`` elements whose tail has ``tail_bits`` bits."""
+    def layout(self, fmt: ElementFormat, elements: Size, tail_bits: Size) -> Layout[Size]:
+        """Layout of a segment of ``elements`` elements whose tail has ``tail_bits`` bits, or of (segments,) of each."""
         if self.method is Method.STORED:
             return Layout.of(
-                elements,
-                low_bits=8 * fmt.element_bytes,
-                high_bits=0,
-                code_bits=0,
-                index_entries=0,
-                tail_bits=0,
+                elements, low_bits=8 * fmt.element_bytes, high_bits=0, code_bits=0, tile_elements=0, tail_bits=tail_bits
             )
         return Layout.of(
             elements,
             low_bits=fmt.low_bits,
             high_bits=fmt.high_bits,
             code_bits=self.widths[0] if self.widths else 4,
-            index_entries=-(-elements // self.tile_elements) + 1,
+            tile_elements=self.tile_elements,
             tail_bits=tail_bits,
         )
 
-    def tail_bits(self, histogram: NDArray[np.int64], codebooks: tuple[bytes, ...]) -> int:
-        """Bits in the tail of a segment with these exponent counts: every tier after the first, and the escapes."""
-        left = histogram.copy()
-        bits = 0
-        for book, next_width in zip(codebooks, (*self.widths[1:], self.escape_bits), strict=False):
-            left[list(book)] = 0
-            bits += int(left.sum()) * next_width
-        return bits
+    def tail_costs(self, codebooks: tuple[bytes, ...]) -> NDArray[np.int64]:
+        """(256,) bits that each exponent takes in the tail: those of every tier it reaches after the first."""
+        costs = np.full(256, sum(self.widths[1:]) + self.escape_bits)
+        for tier in reversed(range(len(codebooks))):
+            costs[list(codebooks[tier])] = sum(self.widths[1 : tier + 1])
+        return costs
 
     def tail_bounds(self, elements: int, escapes: int) -> tuple[int, int]:
         """Fewest and most bits that the tail of a segment with these counts can have."""
@@ -165,27 +158,30 @@ def encoded_bytes(
     schedule: Schedule, fmt: ElementFormat, histogram: NDArray[np.int64], codebooks: tuple[bytes, ...]
 ) -> int:
     """Exact size of the segment whose exponents have these (256,) counts, header and padding included."""
-    tail_bits = schedule.tail_bits(histogram, codebooks)
+    tail_bits = int(histogram @ schedule.tail_costs(codebooks))
     return schedule.layout(fmt, int(histogram.sum()), tail_bits).segment_bytes
 
 
 def choose_schedule(
     fmt: ElementFormat,
-    histograms: Sequence[NDArray[np.int64]],
+    histograms: Sequence[NDArray[np.int64]] | NDArray[np.int64],
     *,
     ranking: NDArray[np.int64] | None = None,
 ) -> Schedule:
     """The candidate with the fewest encoded bytes for a tensor, headers, indices and padding counted.
 
-    ``histograms`` has one (256,) array of exponent counts per segment. One codebook serves them all: that of
-    ``ranking``, (256,) counts, by default the sum of the histograms. Of equal sizes the simplest wins, in the order
-    of ``CANDIDATES``.
+    ``histograms`` are (segments, 256) exponent counts. One codebook serves all segments: that of ``ranking``, (256,)
+    counts, by default the sum of the histograms. Of equal sizes the simplest wins, in the order of ``CANDIDATES``.
     """
-    if not histograms:
-        return STORED
-    ranks = np.sum(histograms, axis=0) if ranking is None else ranking
-
-    def size(schedule: Schedule) -> int:
-        return sum(encoded_bytes(schedule, fmt, part, schedule.codebooks(ranks, fmt)) for part in histograms)
-
-    return min((candidate for candidate in CANDIDATES if candidate.applies_to(fmt)), key=size)
+    counts = np.asarray(histograms, np.int64).reshape(-1, 256)
+    ranks = counts.sum(axis=0) if ranking is None else ranking
+    candidates = [candidate for candidate in CANDIDATES if candidate.applies_to(fmt)]
+    costs = [candidate.tail_costs(candidate.codebooks(ranks, fmt)) for candidate in candidates]
+    # A segment's tail is linear in its counts, so one product has them all; in float64, exact below 2**53, it is fast.
+    tails = (counts.astype(np.float64) @ np.array(costs, np.float64).T).astype(np.int64)
+    elements = counts.sum(axis=1)
+    sizes = [
+        int(candidate.layout(fmt, elements, tail_bits).segment_bytes.sum())
+        for candidate, tail_bits in zip(candidates, tails.T, strict=True)
+    ]
+    return candidates[sizes.index(min(sizes))]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
-from splitzip_aio.codec.schedule import Schedule, choose_schedule, encoded_bytes
+from splitzip_aio.codec.schedule import Schedule, choose_schedule
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = ["SegmentPlan", "decoded_segment_bytes", "plan_segments", "segment_spans"]
@@ -44,12 +44,12 @@ class SegmentPlan:
 
 def plan_segments(
     fmt: ElementFormat,
-    histograms: Sequence[NDArray[np.int64]],
+    histograms: Sequence[NDArray[np.int64]] | NDArray[np.int64],
     *,
     schedule: Schedule | None = None,
     ranking: NDArray[np.int64] | None = None,
 ) -> SegmentPlan:
-    """Plan a tensor with one (256,) array of exponent counts per segment, as ``cpu.histogram`` gives them.
+    """Plan a tensor from (segments, 256) exponent counts, as ``cpu.histogram`` gives them.
 
     ``schedule`` defaults to the candidate with the fewest bytes (:func:`choose_schedule`). ``ranking``, (256,) counts,
     orders the codebooks; it defaults to the tensor's own, the sum of ``histograms``.
@@ -59,9 +59,10 @@ def plan_segments(
     """
     if schedule is not None and not schedule.applies_to(fmt):
         raise InvalidArgumentError(f"schedule {schedule} cannot code {fmt.name} elements; they can be 'stored'")
+    counts = np.asarray(histograms, np.int64).reshape(-1, 256)
     if ranking is None:
-        ranking = sum(histograms, np.zeros(256, np.int64))
-    chosen = schedule or choose_schedule(fmt, histograms, ranking=ranking)
+        ranking = counts.sum(axis=0)
+    chosen = schedule or choose_schedule(fmt, counts, ranking=ranking)
     codebooks = chosen.codebooks(ranking, fmt)
-    sizes = tuple(encoded_bytes(chosen, fmt, part, codebooks) for part in histograms)
-    return SegmentPlan(chosen, codebooks, sizes)
+    places = chosen.layout(fmt, counts.sum(axis=1), counts @ chosen.tail_costs(codebooks))
+    return SegmentPlan(chosen, codebooks, tuple(places.segment_bytes.tolist()))

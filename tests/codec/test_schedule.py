@@ -150,4 +150,4 @@ def test_tail_bounds_hold(case: tuple[ElementFormat, Schedule, Bytes]) -> None:
     known = sorted(set(b"".join(codebooks)))
     escapes = int(counts.sum() - counts[known].sum()) if codebooks else 0
     least, most = schedule.tail_bounds(int(counts.sum()), escapes)
-    assert least <= schedule.tail_bits(counts, codebooks) <= most
+    assert least <= counts @ schedule.tail_costs(codebooks) <= most
