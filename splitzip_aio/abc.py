@@ -33,6 +33,8 @@ class DriverStatistics:
 
     Attributes:
         name: ``"uring"`` or ``"threads"``.
+        binding: how io_uring is called, ``"liburing 2026.3.30"`` or ``"system calls"``; None for threads.
+        binding_reason: why the binding is what it is; None for threads.
         fixed_buffers: the slots are registered with the kernel, which then pins no pages per read.
         queue_depth: reads that the kernel (or the worker pool) is given at once, at most.
         fallbacks: for each better rung that could not be used, its name and the reason; empty if none.
@@ -47,6 +49,8 @@ class DriverStatistics:
     """
 
     name: str
+    binding: str | None
+    binding_reason: str | None
     fixed_buffers: bool
     queue_depth: int
     fallbacks: tuple[str, ...]
@@ -127,7 +131,9 @@ class ReadDriver(ABC):
         """
 
     @abstractmethod
-    async def read(self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int) -> int:
+    async def read(
+        self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int, urgent: bool = False
+    ) -> int:
         """Read ``[offset, offset + nbytes)`` of ``file`` into ``buffers[slot][buffer_offset:]``.
 
         For a direct file ``offset``, ``nbytes`` and the address of the destination must be multiples of
@@ -136,6 +142,9 @@ class ReadDriver(ABC):
 
         The buffer is the kernel's until this returns or raises, and the caller's afterwards, also when
         it is cancelled: cancellation takes effect after what the kernel had begun is done.
+
+        An ``urgent`` read goes before all that is queued and not urgent: what is needed now overtakes what is
+        read ahead.
 
         Returns:
             ``nbytes``, or less where the file ends first; never less for another reason.

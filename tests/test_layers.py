@@ -86,9 +86,9 @@ def is_below(target: str, unit: str) -> bool:
     return LEVEL[target] < LEVEL[unit]
 
 
-def test_only_the_uring_driver_imports_liburing() -> None:
+def test_only_its_binding_imports_liburing() -> None:
     users = {str(path.relative_to(PACKAGE)) for path in SOURCES if "liburing" in foreign_imports(path)}
-    assert users == {"drivers/uring.py"}
+    assert users == {"drivers/rings/liburing_ring.py"}
 
 
 def test_drivers_import_no_torch() -> None:

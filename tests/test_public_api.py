@@ -16,7 +16,7 @@ import pytest
 import splitzip_aio
 
 PACKAGE = Path(splitzip_aio.__file__).parent
-OPTIONAL = {"splitzip_aio.drivers.uring": "liburing"}
+OPTIONAL = {"splitzip_aio.drivers.rings.liburing_ring": "liburing"}
 
 
 def module_names() -> list[str]:

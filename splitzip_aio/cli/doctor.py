@@ -146,7 +146,11 @@ async def _io_uring(directory: Path) -> Check:
         return Check("io_uring", "warn", str(exc), "nothing must be done: the threads driver reads instead")
     if statistics.fallbacks:
         return Check("io_uring", "warn", "; ".join(statistics.fallbacks), "raise the limit that the reason names")
-    return Check("io_uring", "ok", f"liburing {_version_of('liburing')}, buffers registered with the kernel")
+    return Check(
+        "io_uring",
+        "ok",
+        f"through {statistics.binding} ({statistics.binding_reason}), buffers registered with the kernel",
+    )
 
 
 async def _direct_io(directory: Path) -> Check:

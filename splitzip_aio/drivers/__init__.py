@@ -70,14 +70,10 @@ def _make_engine(driver: DriverName, slots: Slots, queue_depth: int) -> tuple[En
 
 
 def _uring_engine(slots: Slots, queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
-    try:
-        from splitzip_aio.drivers import uring
-    except ImportError as exc:
-        raise DriverUnavailableError(f"liburing cannot be imported ({exc}); pip install liburing") from exc
-    fault = uring.liburing_fault()
-    if fault is not None:
-        raise DriverUnavailableError(fault)
-    engine = uring.UringEngine(slots, queue_depth)
+    from splitzip_aio.drivers.uring import UringEngine
+
+    engine = UringEngine(slots, queue_depth)
+    logger.debug("uring driver: io_uring through %s (%s)", engine.binding, engine.binding_reason)
     return engine, tuple(engine.refusals)
 
 

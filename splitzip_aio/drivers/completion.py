@@ -30,6 +30,8 @@ class Engine(ABC):
     """
 
     name: str
+    binding: str | None = None
+    binding_reason: str | None = None
     fixed_buffers = False
 
     @property
@@ -74,7 +76,9 @@ class CompletionDriver(ReadDriver):
     ``async with`` around the driver's whole life in one task; leading needs none.
 
     **Backpressure.** At most ``queue_depth`` extents are the kernel's. The others queue here and cost no more
-    than their place in a deque; a caller waits for its extents, however many are before it.
+    than their place in a deque; a caller waits for its extents, however many are before it. There are two such
+    deques: a demand for what is needed now must not wait behind all that is read ahead, so urgent extents go
+    first, and among themselves in order. What the kernel already has is not overtaken.
 
     **Cancellation.** A buffer is the kernel's until its completion arrived: a read of a regular file that the
     kernel has begun cannot be called back, it will write into the buffer in a moment. If ``read`` raised at
@@ -102,6 +106,7 @@ class CompletionDriver(ReadDriver):
         self._chunk_bytes = chunk_bytes
         self._fallbacks = fallbacks
         self._files: set[OpenFile] = set()
+        self._urgent: deque[Extent] = deque()
         self._queue: deque[Extent] = deque()
         self._operations: dict[Operation, None] = {}
         self._led = False
@@ -137,14 +142,16 @@ class CompletionDriver(ReadDriver):
             raise
         return file
 
-    async def read(self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int) -> int:
+    async def read(
+        self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int, urgent: bool = False
+    ) -> int:
         """Read an extent of a file into a slot; see :meth:`ReadDriver.read`."""
         self._check_usable()
         self._check_loop()
         opened = self._check_file(file)
         self._check_range(opened, slot, buffer_offset, offset, nbytes)
         await checkpoint_if_cancelled()
-        operation = Operation(opened)
+        operation = Operation(opened, urgent=urgent)
         extents = split(
             operation,
             slot=slot,
@@ -166,6 +173,8 @@ class CompletionDriver(ReadDriver):
         """A snapshot of the counters."""
         return DriverStatistics(
             name=self._engine.name,
+            binding=self._engine.binding,
+            binding_reason=self._engine.binding_reason,
             fixed_buffers=self._engine.fixed_buffers,
             queue_depth=self._depth,
             fallbacks=self._fallbacks,
@@ -203,7 +212,7 @@ class CompletionDriver(ReadDriver):
         """Return when the operation is done; raise only when nothing of it is the kernel's any more."""
         self._operations[operation] = None
         operation.file.pin()
-        self._queue.extend(extents)
+        (self._urgent if operation.urgent else self._queue).extend(extents)
         try:
             self._pump()
             await self._wait(operation)
@@ -264,17 +273,17 @@ class CompletionDriver(ReadDriver):
             operation.active -= 1
             if extent.settle(result, self._outcome) and not operation.withdrawn:
                 operation.queued += 1
-                self._queue.appendleft(extent)
+                (self._urgent if operation.urgent else self._queue).appendleft(extent)
             if operation.done:
                 operation.wake()
         self._pump()
 
     def _pump(self) -> None:
-        """Begin as many queued extents as there is room for, oldest first."""
+        """Begin as many queued extents as there is room for: urgent ones first, then the oldest."""
         batch: list[Extent] = []
         room = self._depth - self._engine.in_flight
-        while self._queue and len(batch) < room:
-            extent = self._queue.popleft()
+        while (queue := self._urgent or self._queue) and len(batch) < room:
+            extent = queue.popleft()
             if not extent.operation.withdrawn:
                 extent.operation.queued -= 1
                 extent.operation.active += 1

@@ -48,6 +48,7 @@ class Operation:
     """One call of ``read``: some of its extents are queued, some the kernel's, the others done.
 
     Attributes:
+        urgent: its extents go before those of others.
         queued: extents waiting for room in the queue.
         active: extents that the kernel or a worker owns, and with them their part of the buffer.
         withdrawn: the queued ones are not wanted any more.
@@ -56,6 +57,7 @@ class Operation:
     """
 
     file: OpenFile
+    urgent: bool = False
     queued: int = 0
     active: int = 0
     withdrawn: bool = False

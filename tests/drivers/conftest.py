@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from splitzip_aio.abc import FileHandle, IOMode, ReadDriver
-from splitzip_aio.drivers import open_driver
+from splitzip_aio.drivers.rings import open_ring, trial
 from splitzip_aio.errors import DriverUnavailableError, UnsupportedError
 
 BLOCK = 4096
@@ -23,17 +22,25 @@ FILE_BYTES = 7 * (1 << 20) + 1234
 POISON = 0xA5
 
 
-@pytest.fixture(params=["uring", "threads"])
-def driver_name(request: pytest.FixtureRequest) -> str:
-    name = str(request.param)
+@pytest.fixture(params=["liburing", "syscall", "threads"])
+def driver_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """``"uring"``, over each of its bindings, or ``"threads"``."""
+    if request.param == "threads":
+        return "threads"
+    hindrance: str | None = "kept out of this test"
+    if request.param == "liburing":
+        hindrance = trial.liburing_fault()
+        if hindrance is not None:
+            pytest.skip(hindrance)
+    monkeypatch.setattr(trial, "liburing_fault", lambda: hindrance)
     try:
-        probe = open_driver(name, buffers=[memoryview(bytearray(1))])  # type: ignore[arg-type]
-    except DriverUnavailableError as exc:
-        pytest.skip(f"no {name} driver here: {exc}")
-    engine: Any = probe
-    engine._finalizer.detach()
-    engine._engine.close()
-    return name
+        ring, reason = open_ring(1)
+    except (DriverUnavailableError, OSError) as exc:
+        pytest.skip(f"no io_uring here: {exc}")
+    ring.close()
+    if not ring.binding.startswith("liburing" if request.param == "liburing" else "system calls"):
+        pytest.skip(reason)
+    return "uring"
 
 
 @pytest.fixture(params=["direct", "buffered"])

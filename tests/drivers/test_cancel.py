@@ -170,6 +170,36 @@ async def test_refused_submission_is_repeated(held: Any, big_file: Path) -> None
 
 
 @pytest.mark.anyio
+async def test_urgent_read_overtakes_what_is_queued(held: Any, big_file: Path) -> None:
+    driver, engine = held
+    async with driver:
+        file = driver.open(big_file, io="buffered")
+        order: list[str] = []
+
+        async def read(name: str, offset: int, nbytes: int, urgent: bool) -> None:
+            await driver.read(file, 0, 0, offset=offset, nbytes=nbytes, urgent=urgent)
+            order.append(name)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(read, "ahead", 0, 4 * MIB, False)
+            await settle_tasks()
+            group.start_soon(read, "first", 4 * MIB, 2 * MIB, True)
+            await settle_tasks()
+            group.start_soon(read, "second", 6 * MIB, MIB, True)
+            await settle_tasks()
+            assert driver.statistics().queued == 5
+            begun: list[int] = []
+            while engine.begun:
+                begun.append(engine.begun[0].offset // MIB)
+                engine.complete()
+                await settle_tasks()
+                with anyio.move_on_after(0.001):
+                    await anyio.sleep_forever()
+            assert begun == [0, 1, 4, 5, 6, 2, 3]
+        assert order == ["first", "second", "ahead"]
+
+
+@pytest.mark.anyio
 async def test_aclose_waits_for_the_kernel_and_fails_what_is_queued(held: Any, big_file: Path) -> None:
     driver, engine = held
     file = driver.open(big_file, io="buffered")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import mmap
+import re
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,10 @@ from typing import Any
 import anyio
 import pytest
 
-from splitzip_aio.drivers import open_driver
+from splitzip_aio.abc import ReadDriver
+from splitzip_aio.drivers import open_driver, uring
+from splitzip_aio.drivers.rings import Ring, kernel, open_ring, trial
 from splitzip_aio.errors import DriverUnavailableError, InvalidArgumentError
-
-uring = pytest.importorskip("splitzip_aio.drivers.uring", reason="liburing is not installed")
 
 
 @pytest.fixture
@@ -25,6 +27,13 @@ def buffers() -> list[memoryview]:
 
 def close(driver: Any) -> None:
     anyio.run(driver.aclose)
+
+
+def open_or_skip(buffers: list[memoryview]) -> ReadDriver:
+    try:
+        return open_driver("uring", buffers=buffers)
+    except DriverUnavailableError as exc:
+        pytest.skip(str(exc))
 
 
 @pytest.mark.parametrize(
@@ -42,9 +51,7 @@ def test_forbidden_io_uring(code: int, setting: str, message: str, buffers: Any,
     def refuse(*_: object) -> None:
         raise OSError(code, "refused")
 
-    monkeypatch.setattr(uring, "liburing_fault", lambda: None)
-    monkeypatch.setattr(uring.liburing, "Ring", object)
-    monkeypatch.setattr(uring.liburing, "io_uring_queue_init", refuse)
+    monkeypatch.setattr(kernel, "setup", refuse)
     monkeypatch.setattr(uring, "_io_uring_disabled", lambda: setting)
     with caplog.at_level(logging.WARNING, "splitzip_aio"):
         driver = open_driver("auto", buffers=buffers)
@@ -61,18 +68,89 @@ def test_forbidden_io_uring(code: int, setting: str, message: str, buffers: Any,
 @pytest.mark.parametrize(
     ("status", "stderr", "message"),
     [
-        (-4, "", "another CPU.*AVX-512.*build it from source"),
-        (-31, "", "seccomp filter kills"),
-        (1, "Traceback\nAssertionError: unknown layout of Iovec\n", "unknown layout of Iovec"),
+        (-signal.SIGILL, "", "liburing .* was built for another CPU.*AVX-512"),
+        (
+            1,
+            "Traceback\nAssertionError: unknown layout of Iovec\n",
+            "status 1, AssertionError: unknown layout of Iovec",
+        ),
+        (1, "", "no message"),
     ],
 )
-def test_liburing_that_kills_its_process(status: int, stderr: str, message: str, monkeypatch: Any) -> None:
+def test_liburing_that_cannot_be_used_is_replaced(
+    status: int, stderr: str, message: str, buffers: Any, monkeypatch: Any, caplog: Any
+) -> None:
+    pytest.importorskip("liburing")
     done = subprocess.CompletedProcess([], status, stdout="", stderr=stderr)
-    monkeypatch.setattr(uring.subprocess, "run", lambda *_, **__: done)
-    fault = uring.liburing_fault.__wrapped__()
-    monkeypatch.setattr(uring, "liburing_fault", lambda: fault)
-    with pytest.raises(DriverUnavailableError, match=message):
-        open_driver("uring", buffers=[memoryview(bytearray(1))])
+    monkeypatch.setattr(trial, "_run", lambda *_: done)
+    fault = trial.liburing_fault.__wrapped__()
+    assert re.search(message, fault)
+    monkeypatch.setattr(trial, "liburing_fault", lambda: fault)
+    monkeypatch.setattr(kernel, "supports", lambda *_: True)
+    with caplog.at_level(logging.WARNING, "splitzip_aio"):
+        driver = open_or_skip(buffers)
+    statistics = driver.statistics()
+    assert (statistics.binding, statistics.binding_reason) == ("system calls", fault)
+    assert statistics.fallbacks == ()
+    assert not caplog.records
+    close(driver)
+
+
+def test_liburing_that_is_not_there(monkeypatch: Any) -> None:
+    monkeypatch.setattr(trial, "find_spec", lambda name: None)
+    assert trial.liburing_fault.__wrapped__() == "liburing is not installed"
+
+
+def test_kernel_on_which_liburing_would_lose_fixed_buffers(buffers: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(kernel, "supports", lambda descriptor, operation: operation != kernel.OP_READV_FIXED)
+    monkeypatch.setattr(trial, "liburing_fault", lambda: None)
+    driver = open_or_skip(buffers)
+    statistics = driver.statistics()
+    assert statistics.binding == "system calls"
+    assert "Linux 6.15" in (statistics.binding_reason or "")
+    close(driver)
+
+
+def test_sandbox_that_kills(buffers: Any, monkeypatch: Any) -> None:
+    killed = subprocess.CompletedProcess([], -signal.SIGSYS, stdout="", stderr="")
+    monkeypatch.setattr(trial, "_run", lambda *_: killed)
+    monkeypatch.setattr(trial, "_filtered", lambda: False)
+    assert trial.sandbox_fault.__wrapped__() is None
+    monkeypatch.setattr(trial, "_filtered", lambda: True)
+    fault = trial.sandbox_fault.__wrapped__()
+    monkeypatch.setattr(trial, "sandbox_fault", lambda: fault)
+    monkeypatch.setattr(kernel, "setup", lambda *_: pytest.fail("this would have been the end"))
+    with pytest.raises(DriverUnavailableError, match="a seccomp filter kills"):
+        open_driver("uring", buffers=buffers)
+    driver = open_driver("auto", buffers=buffers)
+    assert driver.statistics().fallbacks == (f"uring: {fault}",)
+    assert driver.statistics().binding is None
+    close(driver)
+
+
+def test_trial_of_the_system_call_survives_here(monkeypatch: Any) -> None:
+    """The child really makes the call; where a filter refuses it, or nothing does, that is no fault."""
+    monkeypatch.setattr(trial, "_filtered", lambda: True)
+    ran: list[int] = []
+    run = trial._run
+
+    def record(*arguments: str) -> Any:
+        done = run(*arguments)
+        ran.append(done.returncode)
+        return done
+
+    monkeypatch.setattr(trial, "_run", record)
+    if trial.sandbox_fault.__wrapped__() is None:
+        assert ran == [0]
+
+
+def test_ring_is_closed_when_choosing_a_binding_fails(monkeypatch: Any, no_leaked_descriptors: Any) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.EPERM, "refused")
+
+    monkeypatch.setattr(kernel, "supports", refuse)
+    with no_leaked_descriptors(), pytest.raises(OSError, match=r"refused|Operation not permitted|not implemented"):
+        open_ring(4)
 
 
 def test_refused_registration_leaves_uring_without_fixed_buffers(
@@ -84,8 +162,8 @@ def test_refused_registration_leaves_uring_without_fixed_buffers(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(uring.liburing, "io_uring_register_buffers", refuse)
-    monkeypatch.setattr(uring.liburing, "io_uring_register_files_sparse", refuse)
+    monkeypatch.setattr(Ring, "register_buffers", refuse)
+    monkeypatch.setattr(Ring, "register_files", refuse)
     slots = make_slots(1)
 
     async def main() -> None:
@@ -95,7 +173,7 @@ def test_refused_registration_leaves_uring_without_fixed_buffers(
             statistics = driver.statistics()
             assert (statistics.name, statistics.fixed_buffers) == ("uring", False)
             assert len(statistics.fallbacks) == 2
-            assert "RLIMIT_MEMLOCK" in statistics.fallbacks[0]
+            assert f"{3 << 20} bytes in 1 slots exceed RLIMIT_MEMLOCK" in statistics.fallbacks[0]
         assert slots.peek(0, 0, 3 << 20) == content[: 3 << 20]
 
     anyio.run(main)
