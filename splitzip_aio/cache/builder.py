@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +75,7 @@ class SplitZipShardCacheBuilder:
         layer_of: LayerRule | None = None,
         sources: Sequence[Source] = (),
     ) -> None:
+        self._workspace: Workspace | None = None
         if coverage_min is not None and not 0.0 <= coverage_min <= 1.0:
             raise InvalidArgumentError(f"coverage_min: expected 0 to 1, found {coverage_min}")
         if not 1 <= segment_elements <= MAX_SEGMENT_ELEMENTS:
@@ -94,7 +96,7 @@ class SplitZipShardCacheBuilder:
         self._resumed = 0
         self._journal: Journal | None = None
         self._writer: PackWriter | None = None
-        self._workspace: Workspace | None = Workspace(Path(out), force=force)
+        self._workspace = Workspace(Path(out), force=force)
         self._pack_bytes = pack_bytes
 
     def __enter__(self) -> Self:
@@ -104,6 +106,11 @@ class SplitZipShardCacheBuilder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.abort()
+
+    def __del__(self) -> None:
+        if self._workspace is not None:
+            warnings.warn(f"unfinished builder of {self._workspace.root}", ResourceWarning, source=self, stacklevel=2)
+            self.abort()
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a tensor on any device; it is read before this returns.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from splitzip_aio.cache.segments import segment_count, segment_range
 from splitzip_aio.codec.dtypes import DTYPE_BITS, tensor_bytes
+from splitzip_aio.codec.formats import element_format
 from splitzip_aio.codec.layout import HEADER_BYTES, MAX_SEGMENT_ELEMENTS, SEGMENT_ALIGN
 from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.errors import InvalidArgumentError, ManifestError
@@ -48,6 +49,7 @@ class _Checks:
     def __init__(self, manifest: Manifest, where: str) -> None:
         self.manifest = manifest
         self.where = where
+        self.schedules: dict[str, Schedule] = {}  # those that blobs name
 
     def fail(self, field: str, expected: str, found: Any) -> NoReturn:
         shown = repr(found)
@@ -120,13 +122,20 @@ class _Checks:
             self.require(aligned, f"{field}.offset", f"a multiple of {SEGMENT_ALIGN}", blob.offset)
         else:
             self.require(blob.pack == blob.offset == 0, field, "pack and offset 0 without segments", blob.offset)
-        try:
-            canonical = str(Schedule.parse(blob.schedule)) == blob.schedule
-        except InvalidArgumentError:
-            canonical = False
-        self.require(canonical, f"{field}.schedule", "a schedule such as '2,2,3' or 'stored'", blob.schedule)
+        self.schedule(blob.schedule, f"{field}.schedule")
         if blob.coverage is not None:
             self.require(0.0 <= blob.coverage <= 1.0, f"{field}.coverage", "0 to 1", blob.coverage)
+
+    def schedule(self, text: str, field: str) -> None:
+        if text in self.schedules:
+            return
+        try:
+            schedule = Schedule.parse(text)
+        except InvalidArgumentError:
+            schedule = None
+        if schedule is None or str(schedule) != text:
+            self.fail(field, "a schedule such as '2,2,3' or 'stored'", text)
+        self.schedules[text] = schedule
 
     def no_overlap(self) -> None:
         placed = sorted(
@@ -164,7 +173,10 @@ class _Checks:
             nbytes = tensor_bytes(tensor.dtype, tensor.shape)
         except ValueError as error:
             self.fail(f"{field}.shape", "a possible shape", str(error))
-        stored = self.manifest.blobs[tensor.blob].segments
+        blob = self.manifest.blobs[tensor.blob]
+        applies = self.schedules[blob.schedule].applies_to(element_format(tensor.dtype))
+        self.require(applies, f"{field}.dtype", f"one that schedule {blob.schedule} can code", tensor.dtype)
+        stored = blob.segments
         count = segment_count(nbytes, tensor.dtype, self.manifest.segment_elements)
         self.require(len(stored) == count, f"blobs[{tensor.blob}].segments", f"{count} sizes", len(stored))
         for place, size in enumerate(stored):

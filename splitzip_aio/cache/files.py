@@ -84,10 +84,14 @@ def replace_file(path: Path, data: bytes, scratch: Path) -> None:
 
     Raises OSError, and removes ``scratch`` then.
     """
+    scratch.unlink(missing_ok=True)
     try:
-        with open(scratch, "wb", buffering=0) as file:
-            write_at(file.fileno(), memoryview(data), 0)
-            os.fsync(file.fileno())
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            write_at(descriptor, memoryview(data), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         scratch.rename(path)
     except BaseException:
         scratch.unlink(missing_ok=True)

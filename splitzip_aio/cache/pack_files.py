@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from pathlib import Path
 
 from splitzip_aio.cache.files import open_beneath, read_at
@@ -27,16 +28,21 @@ class PackFiles:
     """
 
     def __init__(self, root: Path, directory: int, packs: tuple[Pack, ...]) -> None:
+        self._closed = False
         self._root = root
         self._packs = packs
         self._descriptors: list[int | None] = []
-        self._closed = False
         try:
             for pack in packs:
                 self._descriptors.append(self._open(directory, pack))
         except BaseException:
             self.close()
             raise
+
+    def __del__(self) -> None:
+        if not self._closed:
+            warnings.warn(f"unclosed cache {self._root}", ResourceWarning, source=self, stacklevel=2)
+            self.close()
 
     @property
     def missing(self) -> bool:

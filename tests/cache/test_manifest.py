@@ -114,6 +114,10 @@ EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
         r"tensors\[1\]\.name",
     ),
     "dtype": (at("tensors.0.dtype", "F7"), r"tensors\[0\]\.dtype"),
+    "dtype of another schedule": (
+        at("tensors.1.dtype", "I16"),
+        r"tensors\[1\]\.dtype: expected one that schedule .* can code, found 'I16'",
+    ),
     "shape negative": (at("tensors.0.shape", [-48]), r"tensors\[0\]\.shape"),
     "shape text": (at("tensors.0.shape", ["48"]), r"tensors\[0\]\.shape"),
     "shape overflows": (at("tensors.0.shape", [1 << 40, 1 << 40]), r"tensors\[0\]\.shape"),
