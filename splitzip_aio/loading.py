@@ -24,13 +24,15 @@ class Load:
     Attributes:
         plan: the layer.
         base: offset of its range in the arena.
+        urgent: someone waits for it; it overtakes what is only read ahead.
         error: the first error, if any.
         fences: what a stream must wait for before it uses the layer.
     """
 
-    def __init__(self, plan: LayerPlan, base: int, *, settled: Callable[[Load], None]) -> None:
+    def __init__(self, plan: LayerPlan, base: int, *, urgent: bool, settled: Callable[[Load], None]) -> None:
         self.plan = plan
         self.base = base
+        self.urgent = urgent
         self.error: SplitZipError | None = None
         self.fences: list[Fence] = []
         self._queued = deque(plan.reads)

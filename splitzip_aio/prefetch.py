@@ -1,4 +1,4 @@
-"""The prefetcher: fills staging slots with the reads of the layers that are asked for, in that order."""
+"""The prefetcher: fills staging slots with what layers need, those first that someone waits for."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Prefetcher:
         self._closing = False
 
     def submit(self, load: Load) -> None:
-        """Read a layer after those submitted before."""
+        """Read a layer after those submitted before; an urgent one before those that are not."""
         self._loads.append(load)
         self._wake.set()
 
@@ -81,7 +81,8 @@ class Prefetcher:
     def _next_load(self) -> Load | None:
         while self._loads and not self._loads[0].queued:
             self._loads.popleft()
-        return self._loads[0] if self._loads else None
+        queued = [load for load in self._loads if load.queued]
+        return next((load for load in queued if load.urgent), queued[0] if queued else None)
 
     async def _fill(self, slot: Slot, load: Load, read: PlannedRead) -> None:
         sent = False

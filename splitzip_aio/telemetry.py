@@ -51,8 +51,10 @@ class ResidencyStatistics:
         demands: prefetches asked for.
         hits: demands that found their layer resident.
         joins: demands that found their layer on its way or waiting.
+        read_ahead: loads begun before anyone asked for their layer.
         loaded: loads completed.
-        abandoned: loads given up because everyone who waited was cancelled, or the transport was closed.
+        abandoned: loads given up because everyone who waited was cancelled, a demand needed the room, or
+            the transport was closed.
         failed: loads that ended in an error.
         corrupt: how many of ``failed`` were due to wrong bytes in the cache.
         evictions: resident layers that had to make room.
@@ -66,6 +68,7 @@ class ResidencyStatistics:
     demands: int
     hits: int
     joins: int
+    read_ahead: int
     loaded: int
     abandoned: int
     failed: int

@@ -135,9 +135,10 @@ class Loads:
     def __init__(self) -> None:
         self.settled: list[str] = []
 
-    def make(self, name: str, offsets: Sequence[int], *, pack: int = 0, base: int = 0) -> Load:
+    def make(self, name: str, offsets: Sequence[int], *, pack: int = 0, base: int = 0, urgent: bool = True) -> Load:
         reads = tuple(
             PlannedRead(pack, offset, 4096, (PlannedSegment(32, 320, place * 256, 200, f"{name}.weight"),))
             for place, offset in enumerate(offsets)
         )
-        return Load(LayerPlan(name, (), 256, reads), base, settled=lambda load: self.settled.append(load.plan.name))
+        plan = LayerPlan(name, (), 256, reads)
+        return Load(plan, base, urgent=urgent, settled=lambda load: self.settled.append(load.plan.name))

@@ -78,6 +78,21 @@ async def test_reads_are_in_order_and_as_many_at_once_as_there_are_slots(ring: S
     assert rig.driver.gate.arrived == [0, 4096, 8192, 12288]
 
 
+async def test_urgent_loads_overtake_those_that_are_read_ahead(ring: StagingRing) -> None:
+    async with running(ring) as rig:
+        ahead = rig.loads.make("ahead", [0, 4096, 8192, 12288], urgent=False)
+        rig.prefetcher.submit(ahead)
+        rig.prefetcher.submit(rig.loads.make("later", [16384], urgent=False))
+        await anyio.wait_all_tasks_blocked()
+        rig.prefetcher.submit(rig.loads.make("urgent", [20480]))
+        rig.driver.gate.open = True
+        rig.driver.gate.let(0)
+        rig.driver.gate.let(1)
+        rig.prefetcher.close()
+        await drain(rig.output, ring)
+    assert rig.driver.gate.arrived == [0, 4096, 20480, 8192, 12288, 16384]
+
+
 async def test_a_cancelled_load_is_not_read_further(ring: StagingRing) -> None:
     async with running(ring) as rig:
         load = rig.loads.make("one", [0, 4096, 8192])

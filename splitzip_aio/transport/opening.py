@@ -160,7 +160,7 @@ def _cuda_missing() -> str | None:
     """Why nothing can be decoded on a GPU here; None if it can."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA device"
-    from splitzip_aio.codec import triton_available
+    from splitzip_aio.codec.gpu import triton_available
 
     if not triton_available():
         return "Triton is not installed; pip install splitzip-aio[gpu]"

@@ -11,6 +11,10 @@ arrival, so a large one is not overtaken by small ones for ever; joining a layer
 no room and waits for nobody. What is held is never evicted; of the rest, the least recently used goes first, and only
 if that makes room.
 
+Once demands follow the execution order, the layers that come next are loaded ahead, with nobody holding them: as far as
+there is room that nothing needs sooner, and no more bytes at a time than the ring holds. That never stands in a
+demand's way: a demand evicts what was read ahead, and if need be gives up what is still on its way.
+
 A layer that is GONE while reads of it are in flight keeps its range until they are done; a new demand starts anew
 elsewhere.
 """
@@ -19,7 +23,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import anyio
@@ -27,10 +31,12 @@ import anyio
 from splitzip_aio.abc import Arena, Fence
 from splitzip_aio.errors import CorruptDataError, LayerTooLargeError, SplitZipError, TransportError
 from splitzip_aio.loading import Load
-from splitzip_aio.plan import LayerPlan
+from splitzip_aio.plan import ExecutionPlan, LayerPlan
 from splitzip_aio.telemetry import ResidencyStatistics
 
 __all__ = ["Occupant", "OccupantState", "Residency"]
+
+_STEPS_TO_TRUST = 2  # demands in execution order, one after another, before the next are foreseen
 
 
 class OccupantState(enum.Enum):
@@ -78,33 +84,40 @@ class Residency:
 
     Args:
         arena: where ranges are allocated.
+        plan: the layers and their order.
         submit: starts a load that was given its range.
+        ahead_bytes: how many bytes of the arena may be loading before nothing more is read ahead.
     """
 
-    def __init__(self, arena: Arena, submit: Callable[[Load], None]) -> None:
+    def __init__(self, arena: Arena, plan: ExecutionPlan, submit: Callable[[Load], None], *, ahead_bytes: int) -> None:
         self._arena = arena
+        self._plan = plan
         self._submit = submit
+        self._ahead_bytes = ahead_bytes
+        self._latest: str | None = None  # the layer that was asked for last
+        self._steps = 0  # how many demands up to that one followed the execution order
+        self._doubtful: set[str] = set()  # failed to load; not read ahead until someone asks for them
         self._occupants: dict[str, Occupant] = {}  # all but GONE ones, the least recently used first
         self._waiting: deque[Occupant] = deque()
-        self._draining = 0
+        self._draining: set[Load] = set()
         self._demands = self._hits = self._joins = 0
-        self._loaded = self._abandoned = self._failed = self._corrupt = self._evictions = 0
+        self._read_ahead = self._loaded = self._abandoned = self._failed = self._corrupt = self._evictions = 0
 
-    def hold(self, plan: LayerPlan) -> Occupant:
+    def hold(self, name: str) -> Occupant:
         """Hold a layer, asking for it if it is neither resident nor on its way. Each hold needs one :meth:`let_go`.
 
         Raises:
+            UnknownLayerError: no layer of this name.
             LayerTooLargeError: it could not fit an empty arena.
         """
-        occupant = self._occupants.get(plan.name)
+        occupant = self._occupants.get(name)
         if occupant is None:
-            return self._ask_for(plan)
-        self._demands += 1
-        if occupant.state is OccupantState.RESIDENT:
-            self._hits += 1
+            occupant = self._ask_for(self._plan.layer(name))
         else:
-            self._joins += 1
-        occupant.holds += 1
+            self._join(occupant)
+        self._demands += 1
+        self._follow(name)
+        self._load_ahead()
         return occupant
 
     def let_go(self, occupant: Occupant, *, use: Fence | None = None) -> None:
@@ -122,10 +135,12 @@ class Residency:
         else:
             self._abandon(occupant)
         self._admit()
+        self._load_ahead()
 
     def close(self, error: TransportError) -> None:
         """Give up everything: who waits gets ``error``, and reads in flight are left to end."""
         self._waiting.clear()
+        self._latest = None
         for occupant in list(self._occupants.values()):
             if occupant.state is OccupantState.RESIDENT:
                 use = self._arena.fence() if occupant.holds else None
@@ -145,10 +160,11 @@ class Residency:
             ),
             loading=states.count(OccupantState.LOADING),
             waiting=len(self._waiting),
-            draining=self._draining,
+            draining=len(self._draining),
             demands=self._demands,
             hits=self._hits,
             joins=self._joins,
+            read_ahead=self._read_ahead,
             loaded=self._loaded,
             abandoned=self._abandoned,
             failed=self._failed,
@@ -163,34 +179,83 @@ class Residency:
                 f"layer {plan.name!r} needs {plan.nbytes} bytes, and the arena has {capacity}; "
                 f"give arena_bytes={plan.nbytes} or more"
             )
-        self._demands += 1
+        self._doubtful.discard(plan.name)
         occupant = self._occupants[plan.name] = Occupant(plan)
         occupant.holds = 1
         self._waiting.append(occupant)
         self._admit()
         return occupant
 
+    def _join(self, occupant: Occupant) -> None:
+        if occupant.state is OccupantState.RESIDENT:
+            self._hits += 1
+        else:
+            self._joins += 1
+        if occupant.load is not None:
+            occupant.load.urgent = True
+        occupant.holds += 1
+
     def _admit(self) -> None:
         """Start the layers that have waited longest, as far as there is room."""
         while self._waiting:
             occupant = self._waiting[0]
-            base = self._make_room(occupant.plan.nbytes)
+            base = self._make_room(occupant.plan.nbytes, self._idle())
             if base is None:
+                self._give_up_ahead(occupant.plan.nbytes)
                 return
             self._waiting.popleft()
-            occupant.load = Load(occupant.plan, base, settled=partial(self._settled, occupant))
-            occupant.state = OccupantState.LOADING
-            self._submit(occupant.load)
-            occupant.load.start()
+            self._start(occupant, base, urgent=True)
 
-    def _make_room(self, nbytes: int) -> int | None:
-        """Allocate, evicting what is not held if and only if that helps."""
+    def _follow(self, name: str) -> None:
+        """Note a demand: whether it is what the execution order foresaw."""
+        if self._latest is not None and name != self._latest:
+            self._steps = self._steps + 1 if self._plan.distance(self._latest, name) == 1 else 0
+        self._latest = name
+
+    def _load_ahead(self) -> None:
+        """Start the layers that come next, as far as there is room that nothing needs sooner."""
+        if self._latest is None or self._steps < _STEPS_TO_TRUST or self._waiting:
+            return
+        loading = sum(
+            occupant.plan.nbytes for occupant in self._occupants.values() if occupant.state is OccupantState.LOADING
+        )
+        for name in self._plan.following(self._latest):
+            if loading >= self._ahead_bytes:
+                return
+            if name in self._occupants or name in self._doubtful:
+                continue
+            plan = self._plan.layer(name)
+            base = self._make_room(plan.nbytes, self._needed_after(name, self._latest))
+            if base is None:
+                return
+            occupant = self._occupants[name] = Occupant(plan)
+            loading += plan.nbytes
+            self._read_ahead += 1
+            self._start(occupant, base, urgent=False)
+
+    def _start(self, occupant: Occupant, base: int, *, urgent: bool) -> None:
+        occupant.state = OccupantState.LOADING
+        occupant.load = Load(occupant.plan, base, urgent=urgent, settled=partial(self._settled, occupant))
+        self._submit(occupant.load)
+        occupant.load.start()
+
+    def _idle(self) -> list[Occupant]:
+        """Resident layers that nobody holds, the least recently used first."""
+        return [
+            occupant
+            for occupant in self._occupants.values()
+            if occupant.state is OccupantState.RESIDENT and not occupant.holds
+        ]
+
+    def _needed_after(self, name: str, latest: str) -> list[Occupant]:
+        """Idle layers that are needed later than ``name``, counted from ``latest``; the last one needed first."""
+        distances = {occupant: self._plan.distance(latest, occupant.plan.name) for occupant in self._idle()}
+        limit = self._plan.distance(latest, name)
+        return sorted((each for each in distances if distances[each] > limit), key=distances.__getitem__, reverse=True)
+
+    def _make_room(self, nbytes: int, idle: Sequence[Occupant]) -> int | None:
+        """Allocate, evicting from ``idle`` in this order, if and only if that helps."""
         if not self._arena.fits(nbytes):
-            idle = [
-                occupant
-                for occupant in self._occupants.values()
-                if occupant.state is OccupantState.RESIDENT and not occupant.holds
-            ]
             if not self._arena.fits(nbytes, freeing=[occupant.placed.base for occupant in idle]):
                 return None
             for occupant in idle:
@@ -200,22 +265,43 @@ class Residency:
                     break
         return self._arena.allocate(nbytes)
 
+    def _give_up_ahead(self, nbytes: int) -> None:
+        """Abandon loads that nobody waits for, the latest first, if a demand of ``nbytes`` bytes lacks their room."""
+        freeing = [occupant.placed.base for occupant in self._idle()] + [load.base for load in self._draining]
+        ahead = [
+            occupant
+            for occupant in self._occupants.values()
+            if occupant.state is OccupantState.LOADING and not occupant.holds
+        ]
+        given_up: list[Occupant] = []
+        while ahead and not self._arena.fits(nbytes, freeing=freeing):
+            given_up.append(ahead.pop())
+            freeing.append(given_up[-1].placed.base)
+        if self._arena.fits(nbytes, freeing=freeing):
+            for occupant in given_up:
+                if occupant.state is OccupantState.LOADING:  # else room for the demand was found in between
+                    self._abandon(occupant)
+
     def _settled(self, occupant: Occupant, load: Load) -> None:
         """Nothing writes to the load's range any more: it is the layer, or free."""
         if occupant.state is OccupantState.GONE:
-            self._draining -= 1
+            self._draining.discard(load)
         elif load.error is None:
             occupant.state = OccupantState.RESIDENT
             self._loaded += 1
             self._touch(occupant)
             occupant.settled.set()
+            if load.plan.reads:  # else this is the middle of starting it
+                self._load_ahead()
             return
         else:
             self._failed += 1
             self._corrupt += isinstance(load.error, CorruptDataError)
+            self._doubtful.add(occupant.plan.name)
             self._dismiss(occupant, load.error)
         self._arena.free(load.base)
         self._admit()
+        self._load_ahead()
 
     def _touch(self, occupant: Occupant) -> None:
         """Make it the most recently used."""
@@ -229,7 +315,7 @@ class Residency:
     def _abandon(self, occupant: Occupant, error: SplitZipError | None = None) -> None:
         """LOADING ▶ GONE: the range is free once the last read in flight is done."""
         self._abandoned += 1
-        self._draining += 1
+        self._draining.add(occupant.placed)
         self._dismiss(occupant, error)
         occupant.placed.cancel()
 

@@ -53,7 +53,12 @@ class Transport:
         send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
         self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, parts.packs, send)
         self._dispatcher = Dispatcher(parts.arena, parts.ring, parts.packs, receive)
-        self._residency = Residency(parts.arena, self._prefetcher.submit)
+        self._residency = Residency(
+            parts.arena,
+            parts.plan,
+            self._prefetcher.submit,
+            ahead_bytes=len(parts.ring.slots) * parts.ring.payload_bytes,
+        )
         self._over: TransportError | None = None
         self._failure: TransportError | None = None
         self._ended = anyio.Event()
@@ -88,7 +93,7 @@ class Transport:
             WrongEventLoopError: called in another event loop than the transport was opened in.
         """
         self._check_usable()
-        occupant = self._residency.hold(self._parts.plan.layer(layer))
+        occupant = self._residency.hold(layer)
         try:
             await occupant.settled.wait()
             self._check_arrived(occupant)

@@ -52,9 +52,12 @@ def assert_idle(statistics: TransportStatistics) -> None:
 
 
 async def settled(transport: Transport) -> None:
-    """Wait until reads that nobody waits for have landed."""
-    with anyio.fail_after(10):
-        while transport.statistics().residency.draining:  # noqa: ASYNC110 - nothing announces it
+    """Wait until what nobody waits for has landed."""
+    with anyio.fail_after(60):
+        while True:
+            residency = transport.statistics().residency
+            if not residency.draining and not residency.loading:
+                return
             await anyio.sleep(0.001)
 
 

@@ -51,6 +51,7 @@ async def test_prefetches_cancelled_at_random_points(sample: Sample, device: str
             assert_idle(transport.statistics())
         for layer in transport.layers:
             await sample.check_prefetch(transport, layer)
+        await settled(transport)
         assert_idle(transport.statistics())
 
 

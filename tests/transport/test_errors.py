@@ -27,7 +27,7 @@ from splitzip_aio.errors import (
     WrongEventLoopError,
 )
 from splitzip_aio.transport import Transport, open_transport
-from tests.transport.samples import LAYER_BYTES, Sample, assert_idle, raw
+from tests.transport.samples import LAYER_BYTES, Sample, assert_idle, raw, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -192,6 +192,7 @@ async def test_one_flipped_bit_anywhere_hands_out_no_wrong_byte(damaged: Sample,
             assert failed in ([], struck)
             caught += bool(failed)
             flip(path, offset, bit)
+            await settled(transport)
             assert_idle(transport.statistics())
         for layer in transport.layers:
             await damaged.check_prefetch(transport, layer)
@@ -274,6 +275,7 @@ async def test_short_or_missing_pack_fails_only_what_is_in_it(damaged: Sample, d
         with pytest.raises((CorruptDataError, ReadError), match=str(last)):
             await transport.prefetch("blocks.9")
         await damaged.check_prefetch(transport, "blocks.1")
+        await settled(transport)
         assert_idle(transport.statistics())
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from splitzip_aio.arena.host import HostArena
 from splitzip_aio.errors import ClosedError, CorruptDataError, LayerTooLargeError, ReadError
 from splitzip_aio.loading import Load
-from splitzip_aio.plan import LayerPlan, PlannedRead
+from splitzip_aio.plan import ExecutionPlan, LayerPlan, PlannedRead
 from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
 
 UNIT = 256
@@ -38,17 +38,38 @@ class FencingArena(HostArena):
             fence.wait()
 
 
+class Order(ExecutionPlan):
+    """Layers as the tests make them, in the order of the names given."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__((), slot_bytes=4096, max_segments=1)
+        self.layers = tuple(names)
+        self._place = {name: place for place, name in enumerate(names)}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str, units: int = 1, reads: int = 1) -> None:
+        read = PlannedRead(0, 0, 4096, ())
+        self._planned[name] = LayerPlan(name, (), units * UNIT, (read,) * reads)
+        self._place.setdefault(name, 0)
+
+    def distance(self, start: str, end: str) -> int:
+        return super().distance(start, end) if self.layers else 0
+
+
 class House:
     """A residency over an arena of some units, with the loads it started."""
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, units: int, order: Sequence[str] = (), ahead_units: int = 100) -> None:
         self.arena = FencingArena(units * UNIT)
         self.started: list[Load] = []
-        self.residency = Residency(self.arena, self.started.append)
+        self.order = Order(order)
+        self.residency = Residency(self.arena, self.order, self.started.append, ahead_bytes=ahead_units * UNIT)
 
     def hold(self, name: str, units: int = 1, reads: int = 1) -> Occupant:
-        read = PlannedRead(0, 0, 4096, ())
-        return self.residency.hold(LayerPlan(name, (), units * UNIT, (read,) * reads))
+        if name not in self.order.layers:
+            self.order.add(name, units, reads)
+        return self.residency.hold(name)
 
     def finish(self, occupant: Occupant, error: ReadError | CorruptDataError | None = None) -> None:
         """All reads of it are done, the last of them with ``error``."""
@@ -249,16 +270,133 @@ def test_closing_tells_everyone_and_frees_what_is_still(house: House) -> None:
     assert house.arena.statistics().used_bytes == 0
 
 
+class TestReadAhead:
+    """Layers ``a`` to ``h`` run in this order."""
+
+    def on_course(self, units: int, ahead_units: int = 100) -> House:
+        """A house in which ``a`` to ``c`` were asked for, one after another, and only ``c`` is held."""
+        house = House(units, "abcdefgh", ahead_units)
+        house.bring("a", "b")
+        assert len(house.started) == 2
+        house.finish(house.hold("c"))
+        return house
+
+    def names(self, house: House) -> str:
+        """What is loading, in the order in which it began."""
+        return "".join(load.plan.name for load in house.started if load.queued)
+
+    def finish_all(self, house: House) -> None:
+        while loading := [load for load in house.started if load.queued]:
+            for load in loading:
+                load.take()
+                load.settle()
+
+    def test_what_comes_next_is_loaded_once_demands_follow_the_order(self) -> None:
+        house = self.on_course(units=8)
+        assert self.names(house) == "defgh"
+        assert not any(load.urgent for load in house.started[3:])
+        assert house.residency.statistics().read_ahead == 5
+
+    @pytest.mark.parametrize("demands", ["a", "ab", "aaaa", "abab", "aceg", "dcba"])
+    def test_nothing_is_loaded_ahead_of_other_demands(self, demands: str) -> None:
+        house = House(8, "abcdefgh")
+        house.bring(*demands)
+        assert self.names(house) == ""
+
+    def test_the_next_pass_is_foreseen_from_its_first_layer_on(self) -> None:
+        house = House(2, "abcdefgh")
+        for name in "abcdefgha":
+            house.bring(name)
+        assert self.names(house).startswith("b")
+
+    def test_no_more_is_under_way_than_the_ring_holds(self) -> None:
+        house = self.on_course(units=8, ahead_units=2)
+        assert self.names(house) == "de"
+        house.finish(house.residency._occupants["d"])
+        assert self.names(house) == "ef"
+        self.finish_all(house)
+        assert house.residency.statistics().resident == 8
+
+    def test_room_is_made_of_what_is_needed_last(self) -> None:
+        house = self.on_course(units=5)
+        assert self.names(house) == "defg"  # d and e found room; f replaced b, g replaced a
+        assert sorted(house.residency._occupants) == list("cdefg")
+        assert house.residency.statistics().evictions == 2
+
+    def test_what_is_needed_sooner_is_not_evicted(self) -> None:
+        house = self.on_course(units=3)
+        self.finish_all(house)
+        house.hold("d")
+        assert sorted(house.residency._occupants) == list("cde")
+        assert self.names(house) == ""  # c and d are held; e is next
+        house.residency.let_go(house.residency._occupants["c"])
+        assert self.names(house) == "f"
+
+    def test_a_demand_joins_and_hurries_what_is_on_its_way(self) -> None:
+        house = self.on_course(units=8)
+        d = house.hold("d")
+        assert d.placed.urgent
+        assert house.residency.statistics().joins == 1
+        house.residency.let_go(d)
+        assert d.state is OccupantState.GONE  # everyone who waited gave up
+
+    def test_a_demand_evicts_what_was_loaded_ahead(self) -> None:
+        house = self.on_course(units=4)
+        self.finish_all(house)
+        assert sorted(house.residency._occupants) == list("cdef")
+        assert house.hold("x", units=2).state is OccupantState.LOADING
+
+    def test_a_demand_gives_up_what_is_being_loaded_ahead_and_no_more_than_it_needs(self) -> None:
+        house = self.on_course(units=5)
+        ahead = house.started[3:]
+        for load in ahead:
+            load.take()
+        extra = house.hold("x", units=2)
+        assert extra.state is OccupantState.WAITING
+        assert [load.wanted for load in ahead] == [True, True, False, False]
+        ahead[2].settle()
+        assert house.residency.statistics().draining == 1
+        house.residency.let_go(house.hold("d"))  # asking for anything else changes nothing
+        assert [load.wanted for load in ahead[:2]] == [False, True]  # but whoever asked for d gave up
+        ahead[3].settle()
+        assert extra.state is OccupantState.LOADING
+
+    def test_a_demand_that_leases_keep_out_gives_nothing_up(self) -> None:
+        house = self.on_course(units=4)
+        assert house.hold("x", units=4).state is OccupantState.WAITING
+        assert all(load.wanted for load in house.started)
+
+    def test_what_failed_is_left_alone_until_someone_asks(self) -> None:
+        house = self.on_course(units=8)
+        house.finish(house.residency._occupants["d"], CorruptDataError("bad"))
+        assert house.residency.statistics().corrupt == 1
+        house.finish(house.residency._occupants["e"])
+        assert self.names(house) == "fgh"
+        house.residency.let_go(house.residency._occupants["c"])
+        assert self.names(house) == "fgh"
+        assert house.hold("d").state is OccupantState.LOADING
+
+    def test_closing_gives_it_up(self) -> None:
+        house = self.on_course(units=8)
+        house.residency.close(ClosedError("closed"))
+        assert self.names(house) == ""
+        assert house.arena.statistics().used_bytes == 0
+
+
+@pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_everyone_is_served_whatever_the_order(seed: int) -> None:
+def test_everyone_is_served_whatever_the_order(seed: int, ordered: bool) -> None:
     """Random demands, completions, failures, cancellations: nothing is lost, nobody waits for ever."""
     chance = random.Random(seed)
-    house = House(8)
+    house = House(8, [str(name) for name in range(12)] if ordered else (), ahead_units=4)
+    for name in range(12):
+        house.order.add(str(name), 1 + name % 5, name % 4)
     held: list[Occupant] = []
+    name = 0
     for _ in range(400):
         action = chance.random()
         if action < 0.4:
-            name = chance.randrange(12)
+            name = (name + chance.choice([0, 1, 1, 1, 1, 5])) % 12
             held.append(house.hold(str(name), units=1 + name % 5, reads=name % 4))
         elif action < 0.7 and house.started:
             load = chance.choice(house.started)
@@ -268,12 +406,13 @@ def test_everyone_is_served_whatever_the_order(seed: int) -> None:
                 load.settle(error=error)
         elif held:
             house.residency.let_go(held.pop(chance.randrange(len(held))), use=chance.choice([None, Fence()]))
-    while held:
+    while held or any(load.queued for load in house.started):
         for load in house.started:
             while load.queued:
                 load.take()
                 load.settle()
-        house.residency.let_go(held.pop(0))
+        if held:
+            house.residency.let_go(held.pop(0))
     statistics = house.residency.statistics()
     assert statistics.waiting == statistics.loading == statistics.draining == statistics.leased == 0
     assert house.arena.statistics().ranges == statistics.resident

@@ -10,10 +10,11 @@ import torch
 
 from splitzip_aio.arena import CudaArena, HostArena
 from splitzip_aio.cache import SplitZipShardCache
-from splitzip_aio.errors import LayerTooLargeError
+from splitzip_aio.drivers.rings import open_ring
+from splitzip_aio.errors import DriverUnavailableError, LayerTooLargeError
 from splitzip_aio.plan import largest_read_bytes
 from splitzip_aio.transport import open_transport
-from tests.transport.samples import LAYER_BYTES, Sample, assert_idle
+from tests.transport.samples import LAYER_BYTES, Sample, assert_idle, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +24,7 @@ async def test_every_layer_in_order(sample: Sample, device: str) -> None:
         assert len(transport.layers) == 11
         for layer in transport.layers:
             await sample.check_prefetch(transport, layer)
+        await settled(transport)
         statistics = transport.statistics()
     assert_idle(statistics)
     assert_idle(transport.statistics())
@@ -37,9 +39,11 @@ async def test_an_arena_is_no_larger_than_all_layers(sample: Sample, device: str
     async with open_transport(sample.root, device=device, ring_bytes="4MiB", arena_bytes="1GiB") as transport:
         for layer in transport.layers * 2:
             await sample.check_prefetch(transport, layer)
+        await settled(transport)
         statistics = transport.statistics()
     assert statistics.arena.capacity_bytes == statistics.arena.used_bytes == 11 * LAYER_BYTES
-    assert statistics.residency.hits == statistics.residency.resident == 11
+    assert statistics.residency.loaded == statistics.residency.resident == 11
+    assert statistics.residency.demands == 22
     assert statistics.residency.evictions == 0
 
 
@@ -54,6 +58,7 @@ async def test_a_ring_smaller_than_a_layer(sample: Sample, device: str, multiple
     async with open_transport(sample.root, device=device, ring_bytes=multiple * least) as transport:
         for layer in transport.layers:
             await sample.check_prefetch(transport, layer)
+        await settled(transport)
         statistics = transport.statistics()
     assert statistics.ring.slots == slots
     assert statistics.ring.acquired >= 3 * len(transport.layers)
@@ -66,6 +71,7 @@ async def test_an_arena_of_two_layers_for_ten(sample: Sample, device: str) -> No
     async with open_transport(sample.root, device=device, ring_bytes="2MiB", arena_bytes=2 * LAYER_BYTES) as transport:
         for layer in order:
             await sample.check_prefetch(transport, layer)
+        await settled(transport)
         statistics = transport.statistics()
     assert statistics.arena.peak_bytes <= 2 * LAYER_BYTES
     assert statistics.residency.evictions >= 8
@@ -81,6 +87,7 @@ async def test_100_at_once(sample: Sample, device: str, arena_layers: int) -> No
             for number in range(100):
                 layer = transport.layers[number * 7 % len(transport.layers)]
                 group.start_soon(sample.check_prefetch, transport, layer)
+        await settled(transport)
         statistics = transport.statistics()
     assert statistics.residency.demands == 100
     assert statistics.residency.loaded + statistics.residency.hits + statistics.residency.joins == 100
@@ -101,18 +108,25 @@ async def test_tied_tensors_share_memory(sample: Sample, device: str) -> None:
         assert lease.tensors["blocks.1.scale"].shape == ()
 
 
-@pytest.mark.parametrize("driver", ["uring", "threads"])
+@pytest.fixture(params=["uring", "threads"])
+def driver(request: pytest.FixtureRequest) -> str:
+    if request.param == "uring":
+        try:
+            open_ring(1)[0].close()
+        except (DriverUnavailableError, OSError) as exc:
+            pytest.skip(f"no io_uring here: {exc}")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("io", ["auto", "buffered"])
 async def test_drivers_and_modes_give_the_same_bytes(sample: Sample, device: str, driver: str, io: str) -> None:
-    if driver == "uring":
-        liburing = pytest.importorskip("splitzip_aio.drivers.uring", reason="liburing is not installed")
-        if (fault := liburing.liburing_fault()) is not None:
-            pytest.skip(fault)
     async with open_transport(sample.root, device=device, ring_bytes="2MiB", driver=driver, io=io) as transport:
         for layer in transport.layers:
             await sample.check_prefetch(transport, layer)
+        await settled(transport)
         statistics = transport.statistics()
     assert statistics.io.name == driver
+    assert statistics.io.fixed_buffers == (driver == "uring")
     if io == "buffered":
         assert statistics.direct_files == statistics.io.direct_bytes_read == 0
         assert statistics.fallbacks == ()
