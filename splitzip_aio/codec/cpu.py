@@ -1,6 +1,15 @@
-"""The CPU codec in use: segments in and out, checked."""
+"""The CPU codec in use: segments in and out, checked.
+
+Compiled code (:mod:`~splitzip_aio.codec.fast`) where numba can be imported, else the reference in plain numpy, which
+is some fifty times slower; both give the same bytes.
+"""
 
 from __future__ import annotations
+
+import logging
+import sys
+from functools import cache
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -8,35 +17,105 @@ from numpy.typing import NDArray
 
 from splitzip_aio.codec import reference
 from splitzip_aio.codec.checksum import checksum
+from splitzip_aio.codec.formats import ElementFormat
 from splitzip_aio.codec.layout import HEADER_BYTES
 from splitzip_aio.codec.payload import SegmentHeader, parse_header
-from splitzip_aio.errors import CorruptDataError
+from splitzip_aio.codec.schedule import Schedule
+from splitzip_aio.errors import CorruptDataError, InvalidArgumentError
 
-__all__ = ["decode_segment", "encode_segment", "histogram", "verify_segment"]
+__all__ = ["decode_segment", "encode_segment", "histogram", "implementation", "verify_segment"]
 
 Bytes = NDArray[np.uint8]
+_log = logging.getLogger(__name__)
 
-histogram = reference.histogram
-encode_segment = reference.encode_segment
+
+class _Codec(Protocol):
+    """What the codecs have in common; ``decode_segment`` returns the checksum of what it decoded."""
+
+    def histogram(self, data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]: ...
+
+    def encode_segment(
+        self, data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]
+    ) -> Bytes: ...
+
+    def decode_segment(self, header: SegmentHeader, segment: Bytes, out: Bytes, *, where: str) -> int: ...
+
+    def __str__(self) -> str: ...
+
+
+class _Reference:
+    """The reference behind the surface of the fast codec."""
+
+    def histogram(self, data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]:
+        return reference.histogram(data, fmt)
+
+    def encode_segment(
+        self, data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]
+    ) -> Bytes:
+        return reference.encode_segment(data, fmt, schedule, codebooks)
+
+    def decode_segment(self, header: SegmentHeader, segment: Bytes, out: Bytes, *, where: str) -> int:
+        reference.decode_segment(header, segment, out, where=where)
+        return checksum(out)
+
+    def __str__(self) -> str:
+        return "numpy reference"
+
+
+@cache
+def _codec() -> _Codec:
+    """The codec in use: numba is imported when first something is coded, and compiles then unless it has before."""
+    reason = f"byte order {sys.byteorder}" if sys.byteorder != "little" else ""
+    if not reason:
+        try:
+            from splitzip_aio.codec.fast import FastCodec
+            from splitzip_aio.codec.simd import has_bit_scatter
+
+            return FastCodec(portable=not has_bit_scatter())
+        except ImportError as exc:
+            reason = str(exc)
+    _log.warning("the CPU codec runs without compiled code, about fifty times slower: %s", reason)
+    return _Reference()
+
+
+def implementation() -> str:
+    """What codes on the CPU here, in words: ``numba, BMI2``, ``numba, portable`` or ``numpy reference``."""
+    return str(_codec())
+
+
+def histogram(data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]:
+    """(256,) counts of the exponents of (n * element_bytes,) bytes; for ``RAW`` the count of its bytes is under 0."""
+    return _codec().histogram(data, fmt)
+
+
+def encode_segment(data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]) -> Bytes:
+    """Encode (elements * element_bytes,) bytes into one segment, (segment_bytes,).
+
+    ``codebooks`` are the tensor's, from :meth:`Schedule.codebooks`; empty for ``STORED``.
+    """
+    return _codec().encode_segment(data, fmt, schedule, codebooks)
 
 
 def decode_segment(segment: Bytes | memoryview | bytes, out: Bytes, *, where: str) -> SegmentHeader:
-    """Decode one segment, which may be followed by other bytes, into ``out``, (decoded_bytes,) uint8; return its header.
+    """Decode one segment, which may be followed by other bytes, into ``out``; return its header.
 
-    ``where`` names the segment in errors.
+    ``out`` is contiguous (decoded_bytes,) uint8. ``where`` names the segment in errors. Segments are independent and
+    the work is done without the GIL: to use several cores, call this from several threads.
 
     Raises:
         CorruptDataError: anything about the segment is wrong, or ``out`` is of another size. What ``out`` holds then is
             undefined.
+        InvalidArgumentError: ``out`` is not contiguous.
     """
     view = np.frombuffer(segment, np.uint8)
     header = parse_header(view.data, where=where)
+    if not out.flags.c_contiguous:
+        raise InvalidArgumentError(f"{where}: the output has strides {out.strides}, expected contiguous bytes")
     if out.size != header.decoded_bytes:
         raise CorruptDataError(
             f"{where}: segment decodes to {header.decoded_bytes} bytes, expected {out.size}; rebuild the cache"
         )
-    reference.decode_segment(header, view[: header.segment_bytes], out, where=where)
-    found = checksum(out)
+    found = _codec().decode_segment(header, view[: header.segment_bytes], out, where=where)
     if found != header.checksum:
         raise CorruptDataError(
             f"{where}: decoded bytes have checksum {found:016x}, expected {header.checksum:016x}; rebuild the cache"
@@ -53,7 +132,5 @@ def verify_segment(segment: Bytes | memoryview | bytes, *, where: str) -> Segmen
     view = np.frombuffer(segment, np.uint8)
     header = parse_header(view.data, where=where)
     if xxhash.xxh3_64_intdigest(view[HEADER_BYTES : header.segment_bytes].data) != header.digest:
-        raise CorruptDataError(
-            f"{where}: encoded bytes fail their digest {header.digest:016x}; rebuild the cache"
-        )
+        raise CorruptDataError(f"{where}: encoded bytes fail their digest {header.digest:016x}; rebuild the cache")
     return decode_segment(view, np.empty(header.decoded_bytes, np.uint8), where=where)
