@@ -99,7 +99,7 @@ class ReadDriver(ABC):
     A driver belongs to the event loop of its first :meth:`read`. Make one with
     :func:`splitzip_aio.drivers.open_driver`; it is an asynchronous context manager::
 
-        async with open_driver("auto", buffers=slots, queue_depth=32) as driver:
+        async with open_driver("auto", buffers=slots, queue_depth=16) as driver:
             file = driver.open("packs/00000.szp")
             count = await driver.read(file, 0, 0, offset=0, nbytes=1 << 20)
     """

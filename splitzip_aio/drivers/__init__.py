@@ -18,7 +18,9 @@ __all__ = ["DriverName", "open_driver"]
 DriverName: TypeAlias = Literal["auto", "uring", "threads"]
 
 MAX_QUEUE_DEPTH = 4096
-CHUNK_BYTES = 1 << 20
+# With 16 in flight, as fast from the page cache as any size from 1 to 4 MiB and any depth to 64 (16 cores: 59 to
+# 69 GB/s), and the event loop spends two thirds of the time that twice as many chunks of half the size take it.
+CHUNK_BYTES = 2 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ def open_driver(
     driver: DriverName = "auto",
     *,
     buffers: Sequence[memoryview],
-    queue_depth: int = 32,
+    queue_depth: int = 16,
 ) -> ReadDriver:
     """Make a driver that reads into ``buffers``.
 
@@ -38,7 +40,7 @@ def open_driver(
         driver: ``"auto"``, ``"uring"`` or ``"threads"``.
         buffers: the staging slots: writable, contiguous, and page-aligned if files are to be read directly.
             The driver keeps them alive until it is closed.
-        queue_depth: chunks (of at most 1 MiB) that the kernel is given at once.
+        queue_depth: chunks (of at most 2 MiB) that the kernel is given at once.
 
     Raises:
         DriverUnavailableError: ``"uring"`` was asked for and cannot run here.

@@ -8,6 +8,7 @@ import mmap
 import re
 import signal
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,15 @@ def test_sandbox_that_kills(buffers: Any, monkeypatch: Any) -> None:
     assert driver.statistics().fallbacks == (f"uring: {fault}",)
     assert driver.statistics().binding is None
     close(driver)
+
+
+def test_no_child_process_can_be_made(monkeypatch: Any) -> None:
+    """What cannot be tried is not used: an embedded interpreter may know no executable, a filter may forbid exec."""
+    monkeypatch.setattr(trial.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(trial, "_filtered", lambda: True)
+    assert "no child process can be made" in trial.sandbox_fault.__wrapped__()
+    if find_spec("liburing"):
+        assert "none can be made" in trial.liburing_fault.__wrapped__()
 
 
 def test_trial_of_the_system_call_survives_here(monkeypatch: Any) -> None:

@@ -49,7 +49,13 @@ def sandbox_fault() -> str | None:
 
     Only a seccomp filter kills, and most refuse instead; processes without one are not tried. Asked once.
     """
-    if _filtered() and _run(_SYSTEM_CALL).returncode == -signal.SIGSYS:
+    if not _filtered():
+        return None
+    try:
+        done = _run(_SYSTEM_CALL)
+    except OSError as exc:
+        return f"a seccomp filter is on, and no child process can be made to try what it does ({exc.strerror})"
+    if done.returncode == -signal.SIGSYS:
         return "a seccomp filter kills processes that use io_uring; allow the container its system calls"
     return None
 
@@ -64,14 +70,17 @@ def liburing_fault() -> str | None:
     spec = find_spec("liburing")
     if spec is None or spec.origin is None:
         return "liburing is not installed"
-    done = _run(_LIBURING, str(Path(spec.origin).resolve().parent.parent))
+    try:
+        done = _run(_LIBURING, str(Path(spec.origin).resolve().parent.parent))
+    except OSError as exc:
+        return f"liburing must be tried in a child process, and none can be made ({exc.strerror})"
     if done.returncode == 0:
         return None
     version = metadata.version("liburing")
     if done.returncode == -signal.SIGILL:
         return (
-            f"liburing {version} was built for another CPU and dies of an illegal instruction here "
-            "(its wheels have needed AVX-512)"
+            f"liburing {version} was built for another CPU and dies of an illegal instruction here; "
+            "its wheels have needed AVX-512"
         )
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return f"liburing {version} does not work here: exit status {done.returncode}, {last}"
