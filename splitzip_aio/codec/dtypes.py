@@ -14,7 +14,7 @@ from splitzip_aio.errors import UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DTYPE_BITS", "MAX_DIMENSIONS", "tensor_bytes", "tensor_contents", "torch_view"]
+__all__ = ["DTYPE_BITS", "MAX_DIMENSIONS", "flat_contents", "tensor_bytes", "tensor_contents", "torch_view"]
 
 DTYPE_BITS: Mapping[str, int] = MappingProxyType(
     {
@@ -106,6 +106,13 @@ def tensor_contents(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], NDArray
     Raises:
         UnsupportedError: safetensors has no such dtype, or the tensor is not dense.
     """
+    dtype, shape, flat = flat_contents(tensor, "cpu")
+    contents: NDArray[np.uint8] = flat.numpy()
+    return dtype, shape, contents
+
+
+def flat_contents(tensor: torch.Tensor, device: torch.device | str) -> tuple[str, tuple[int, ...], torch.Tensor]:
+    """:func:`tensor_contents` as a (nbytes,) uint8 tensor on ``device``."""
     import torch
 
     dtype, shape = _safetensors_dtype(tensor.dtype), tuple(tensor.shape)
@@ -117,10 +124,10 @@ def tensor_contents(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], NDArray
         )
     if dtype == "F4":
         shape = (*shape[:-1], 2 * shape[-1])
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
-    contents: NDArray[np.uint8] = flat.numpy()
-    return dtype, shape, contents
+    plain = tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
+    if not plain.numel():  # may have a stride that cannot be viewed
+        return dtype, shape, torch.empty(0, dtype=torch.uint8, device=plain.device)
+    return dtype, shape, plain.reshape(-1).view(torch.uint8)
 
 
 def torch_view(contents: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:

@@ -120,6 +120,8 @@ class Schedule:
 
     def tail_costs(self, codebooks: tuple[bytes, ...]) -> NDArray[np.int64]:
         """(256,) bits that each exponent takes in the tail: those of every tier it reaches after the first."""
+        if self.method is Method.STORED:
+            return np.zeros(256, np.int64)
         costs = np.full(256, sum(self.widths[1:]) + self.escape_bits)
         for tier in reversed(range(len(codebooks))):
             costs[list(codebooks[tier])] = sum(self.widths[1 : tier + 1])
