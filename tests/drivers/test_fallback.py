@@ -23,7 +23,7 @@ from splitzip_aio.errors import DriverUnavailableError, InvalidArgumentError
 
 @pytest.fixture
 def buffers() -> list[memoryview]:
-    return [memoryview(mmap.mmap(-1, 1 << 16))]
+    return [memoryview(mmap.mmap(-1, 1 << 12))]
 
 
 def close(driver: Any) -> None:
