@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def test_unwritable_directory_is_a_warning(tmp_path: Path) -> None:
 )
 def test_locked_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: int, user: int, status: str) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    monkeypatch.setattr(doctor.os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     assert finding("locked memory", tmp_path).status == status
 
 
