@@ -100,7 +100,9 @@ class Prefetcher:
     async def _read(self, slot: Slot, load: Load, read: PlannedRead) -> None:
         file, count = self._files[read.pack], 0
         if file is not None:
-            count = await self._driver.read(file, slot.index, 0, offset=read.offset, nbytes=read.nbytes)
+            count = await self._driver.read(
+                file, slot.index, 0, offset=read.offset, nbytes=read.nbytes, urgent=load.urgent
+            )
         if count < read.nbytes:
             lost = next(segment for segment in read.segments if segment.source + segment.nbytes > count)
             raise CorruptDataError(

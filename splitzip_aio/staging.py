@@ -312,6 +312,8 @@ def _register(memory: memoryview) -> str | None:
     status = runtime.cudaHostRegister(_address(memory), len(memory), _FOR_ALL_CONTEXTS)
     if status == runtime.cudaError.success:
         return None
+    with suppress(RuntimeError):  # CUDA keeps the error, for the next kernel launch to report
+        torch.zeros(1, device="cuda")
     return f"cudaHostRegister of {len(memory)} bytes failed: {runtime.cudaGetErrorString(status)}"
 
 

@@ -55,6 +55,7 @@ class FakeDriver(ReadDriver):
     def __init__(self) -> None:
         self.gate = Gate()
         self.failures: dict[int, Exception] = {}
+        self.urgent: dict[int, bool] = {}
 
     name = "fake"
     buffers: Sequence[memoryview] = ()
@@ -62,7 +63,10 @@ class FakeDriver(ReadDriver):
     def open(self, path: object, *, io: IOMode = "auto") -> FileHandle:
         raise NotImplementedError
 
-    async def read(self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int) -> int:
+    async def read(
+        self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int, urgent: bool = False
+    ) -> int:
+        self.urgent[offset] = urgent
         await self.gate.pass_through(offset)
         if offset in self.failures:
             raise self.failures[offset]

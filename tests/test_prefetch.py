@@ -91,6 +91,7 @@ async def test_urgent_loads_overtake_those_that_are_read_ahead(ring: StagingRing
         rig.prefetcher.close()
         await drain(rig.output, ring)
     assert rig.driver.gate.arrived == [0, 4096, 20480, 8192, 12288, 16384]
+    assert [offset for offset, urgent in rig.driver.urgent.items() if urgent] == [20480]
 
 
 async def test_a_cancelled_load_is_not_read_further(ring: StagingRing) -> None:
