@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from splitzip_aio.codec.layout import TILE_ELEMENTS
+from splitzip_aio.codec.formats import ElementFormat
+from splitzip_aio.codec.layout import SEGMENT_ALIGN, TILE_ELEMENTS
 from splitzip_aio.codec.payload import SegmentHeader, parse_header
+from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.codec.slot_table import TOP16_TILE_ELEMENTS, Launch, SlotTable, table_capacity
 from splitzip_aio.codec.tensors import PayloadMeta
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
@@ -20,9 +22,6 @@ from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, Unsuppor
 __all__ = ["GpuSplitZipDecoder", "PendingDecode", "interpreted", "triton_available"]
 
 _DESTINATION_ALIGN = 16
-# Registers a thread may use: fewer hold more warps in flight, more avoid spills. Measured on an H200.
-_REGISTERS_SHALLOW = 80
-_REGISTERS_DEEP = 96
 
 
 def interpreted() -> bool:
@@ -68,7 +67,8 @@ class PendingDecode:
 class GpuSplitZipDecoder:
     """Decodes segments on a CUDA device, or in Triton's interpreter on the CPU.
 
-    It holds no state and allocates nothing for :meth:`decode_slot`, so one serves every stream.
+    It keeps the kernels it compiled and nothing else, and allocates nothing in :meth:`decode_slot`, so one serves
+    every stream.
 
     Args:
         checksum: compute the checksum of what is decoded, at a cost of 5% or less. Without it nothing is verified.
@@ -86,11 +86,14 @@ class GpuSplitZipDecoder:
 
         self._kernel: Any = decode_slot_kernel
         self._checksum = checksum
+        self._compiled: dict[
+            tuple[torch.device, ElementFormat, Schedule | None], tuple[Any, tuple[bool | int, ...]]
+        ] = {}
 
     def decode_slot(self, slot: torch.Tensor, table_offset: int, table: SlotTable) -> torch.Tensor:
         """Decode every segment of ``slot`` to the destinations in its table, on the current stream.
 
-        Nothing is allocated and the host does not wait. ``slot`` is (bytes,) uint8 on the device, aligned to 16 bytes,
+        Nothing is allocated and the host does not wait. ``slot`` is (bytes,) uint8 on the device, aligned to 32 bytes,
         and holds the segments and, from ``table_offset``, the table as :meth:`SlotTable.build` wrote it; a table serves
         one decode, since checksums are added to it.
 
@@ -98,6 +101,11 @@ class GpuSplitZipDecoder:
             The part of ``slot`` with each segment's checksum, (segments,) int64, for :meth:`SlotTable.failures` once
             the stream has got there.
         """
+        if slot.data_ptr() % SEGMENT_ALIGN or slot.numel() >= 1 << 31:
+            raise InvalidArgumentError(
+                f"slot: expected under 2 GiB at a multiple of {SEGMENT_ALIGN}, found {slot.numel()} bytes at "
+                f"{slot.data_ptr():#x}"
+            )
         for launch in table.launches:
             self._launch(slot, table_offset, table, launch)
         start = table_offset + table.results
@@ -160,29 +168,32 @@ class GpuSplitZipDecoder:
         return PendingDecode(table, found, ready, "payload")
 
     def _launch(self, slot: torch.Tensor, table_offset: int, table: SlotTable, launch: Launch) -> None:
-        schedule = launch.schedule
-        widths = (*(schedule.widths if schedule else ()), 0, 0, 0, 0)[:4]
+        """One launch. What is compiled is kept: Triton's own look-up takes longer than a slot of small tensors."""
+        offsets = table_offset, table_offset + table.results, table_offset + table.tiles + 4 * launch.first
+        kind = (slot.device, launch.fmt, launch.schedule)
+        compiled = self._compiled.get(kind)
+        if compiled is not None:
+            kernel, constants = compiled
+            kernel[(launch.tiles, 1, 1)](slot, *offsets, *constants)
+            return
         ptx = slot.is_cuda and torch.version.hip is None
-        shallow = schedule is not None and len(schedule.widths) <= 2
-        limit = {"maxnreg": _REGISTERS_SHALLOW if shallow else _REGISTERS_DEEP} if ptx else {}
-        self._kernel[(launch.tiles,)](
-            slot,
-            table_offset,
-            table_offset + table.results,
-            table_offset + table.tiles + 4 * launch.first,
-            MIXED=schedule is None,
-            FORMAT=launch.fmt.code,
-            W0=widths[0],
-            W1=widths[1],
-            W2=widths[2],
-            W3=widths[3],
-            TILE=TILE_ELEMENTS,
-            TOP16_TILE=TOP16_TILE_ELEMENTS,
-            CHECK=self._checksum,
-            PTX=ptx,
-            num_warps=1,
-            **limit,
-        )
+        constants = _constants(launch, check=self._checksum, ptx=ptx)
+        options = {"maxnreg": _registers(launch.schedule)} if ptx else {}
+        kernel = self._kernel[(launch.tiles,)](slot, *offsets, *constants, num_warps=1, **options)
+        if slot.is_cuda:
+            self._compiled[kind] = kernel, constants
+
+
+def _constants(launch: Launch, *, check: bool, ptx: bool) -> tuple[bool | int, ...]:
+    """The kernel's compile-time arguments, in its order: MIXED, FORMAT, W0 to W3, TILE, TOP16_TILE, CHECK, PTX."""
+    widths = (*(launch.schedule.widths if launch.schedule else ()), 0, 0, 0, 0)[:4]
+    mixed = launch.schedule is None
+    return (mixed, launch.fmt.code, *widths, TILE_ELEMENTS, TOP16_TILE_ELEMENTS, check, ptx)
+
+
+def _registers(schedule: Schedule | None) -> int:
+    """Registers a thread may use: fewer keep more warps in flight, too few spill. Measured on an H200."""
+    return 80 if schedule is not None and len(schedule.widths) <= 2 else 96
 
 
 def _parse(payload: torch.Tensor, meta: PayloadMeta) -> tuple[Sequence[SegmentHeader], Sequence[int]]:

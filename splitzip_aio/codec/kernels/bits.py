@@ -131,11 +131,23 @@ def expand(low, high, t, ranks, next_low, next_high, PTX: tl.constexpr):
 
 @triton.jit
 def rank_sentinels(t):
-    """Exclusive prefix sum over a lane's nibbles, its count, and the lane's and the tile's totals."""
+    """Exclusive prefix sum over a lane's nibbles, its count, the lane's first rank in the chunk, and the chunk's total.
+
+    A thread holds one lane of each quarter of a chunk. The quarters' counts are scanned together, as the bytes of one
+    word: before a lane there are at most 31 others of its quarter with at most 8 sentinels each.
+    """
     inclusive = t * 0x11111111
     count = inclusive >> 28
-    lanes = tl.cumsum(count.to(tl.int32), 0)
-    return inclusive - t, count, lanes.to(tl.uint32) - count, tl.max(lanes, 0).to(tl.uint32)
+    quarter = tl.arange(0, 4)[:, None].to(tl.uint32)
+    packed = tl.sum(tl.reshape(count, [4, 32]) << (8 * quarter), 0)
+    before = tl.cumsum(packed, 0) - packed
+    even = tl.sum(packed & 0x00FF00FF, 0)
+    odd = tl.sum((packed >> 8) & 0x00FF00FF, 0)
+    first = (even & 0xFFFF) + (odd & 0xFFFF)
+    second = first + (even >> 16)
+    base = tl.where(quarter == 0, 0, tl.where(quarter == 1, even & 0xFFFF, tl.where(quarter == 2, first, second)))
+    ranks = ((before[None, :] >> (8 * quarter)) & 0xFF) + base
+    return inclusive - t, count, tl.reshape(ranks, [128]), second + (odd >> 16)
 
 
 @triton.jit

@@ -14,7 +14,8 @@ done on eight nibbles or four bytes at once:
 
 So a tier costs a fixed handful of instructions for eight elements, whatever the data; escapes cost one tier more, in
 chunks that have any. Every word that is read from the tail is clamped to it, so no input, however wrong, is followed
-out of its segment; the decoded bytes then fail their checksum, which is computed here as they are stored.
+out of its segment; the decoded bytes then fail their checksum, which is computed here as they are stored. An index that
+does not fit what was decoded spoils the checksum on purpose.
 
 ``PTX`` selects inline PTX for three instructions that Triton has no name for; without it the same arithmetic runs
 in the interpreter and on other GPUs. The slot's table is described in ``slot_table.py``.
@@ -149,9 +150,9 @@ def first_codes(plane, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
     if WIDTH == 1:
         return tl.load(plane + lane).to(tl.uint32)
     if WIDTH == 2:
-        return tl.load(plane.to(tl.pointer_type(tl.uint16)) + lane).to(tl.uint32)
+        return tl.load(plane.to(tl.pointer_type(tl.uint16)) + lane, eviction_policy="evict_first").to(tl.uint32)
     if WIDTH == 4:
-        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane)
+        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane, eviction_policy="evict_first")
     return window(plane.to(tl.pointer_type(tl.uint32)), lane.to(tl.uint32) * 24, UNBOUNDED, PTX)
 
 
@@ -161,7 +162,7 @@ def fetch(segment, codes, at, FORMAT: tl.constexpr, W0: tl.constexpr, PTX: tl.co
     packed = first_codes(codes, at, 4 if W0 == 0 else W0, PTX)
     s = tl.zeros(at.shape, tl.uint64)
     if FORMAT <= F32:
-        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at)
+        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at, eviction_policy="evict_first")
     return packed, s
 
 
@@ -182,7 +183,10 @@ def coded(
     CHECK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Decode one tile of a coded segment; widths of 0 mean top16. Returns the lanes' checksums."""
+    """Decode one tile of a coded segment; widths of 0 mean top16.
+
+    Returns the lanes' checksums, and whether an entry of the index contradicts what was decoded.
+    """
     lane = tl.arange(0, LANES)
     books = (
         load_book(descriptor + BOOKS, 4 if W0 == 0 else W0),
@@ -209,17 +213,19 @@ def coded(
     else:
         start = tl.load(index + tile)
         end = start
+    wrong = (tile == 0) & (start != 0)
     for k in range(chunk, full):
         ahead = tl.minimum(k + 1, full - 1)
         packed_ahead, s_ahead = fetch(segment, codes, lane + ahead * LANES, FORMAT, W0, PTX)
         if W0 == 0:
             end_ahead = tl.load(index + tl.minimum(k + 2, chunks))
+            wrong |= (end < start) | (end > escapes)
             e0, e1 = top16(lane, packed, tail, start, end, escapes, books, PTX)
             start = end
             end = end_ahead
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
-        sums += emit(e0, e1, s, lane + k * LANES, segment, high, out, size, last_lane, FORMAT, False, CHECK, PTX)
+        sums = emit(sums, e0, e1, s, lane + k * LANES, segment, high, out, size, last_lane, FORMAT, False, CHECK, PTX)
         packed = packed_ahead
         s = s_ahead
     if (full < chunk + TILE // CHUNK) & (full < chunks):
@@ -227,11 +233,17 @@ def coded(
         packed, s = fetch(segment, codes, tl.minimum(at, last_lane), FORMAT, W0, PTX)
         packed = tl.where(at <= last_lane, packed, 0)
         if W0 == 0:
+            wrong |= end < start
             e0, e1 = top16(lane, packed, tail, start, end, escapes, books, PTX)
+            start = end
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
-        sums += emit(e0, e1, s, at, segment, high, out, size, last_lane, FORMAT, True, CHECK, PTX)
-    return sums
+        sums = emit(sums, e0, e1, s, at, segment, high, out, size, last_lane, FORMAT, True, CHECK, PTX)
+    if W0 == 0:
+        wrong |= (chunk + TILE // CHUNK >= chunks) & (start != escapes)
+    else:
+        wrong |= start != tl.load(index + tile + 1)
+    return sums, wrong
 
 
 @triton.jit
@@ -288,26 +300,29 @@ def decode_slot_kernel(
     size = tl.load(descriptor + DECODED_BYTES).to(tl.int32)
     ELEMENT_BYTES: tl.constexpr = 4 if FORMAT == F32 else 1 if FORMAT > F32 else 2
     groups = tile_groups(tile, size, TILE * ELEMENT_BYTES)
+    wrong = tile < 0
     if coding == 0:
         sums = copied(segment, out, tile, size, 2 * TILE, CHECK)
         groups = tile_groups(tile, size, 2 * TILE)
     elif MIXED:
         if coding == 1:
-            sums = coded(segment, descriptor, out, tile, elements, size, FORMAT, 0, 0, 0, 0, TOP16_TILE, CHECK, PTX)
+            sums, wrong = coded(
+                segment, descriptor, out, tile, elements, size, FORMAT, 0, 0, 0, 0, TOP16_TILE, CHECK, PTX
+            )
             groups = tile_groups(tile, size, TOP16_TILE * ELEMENT_BYTES)
         elif coding == 2:
-            sums = coded(segment, descriptor, out, tile, elements, size, FORMAT, 4, 0, 0, 0, TILE, CHECK, PTX)
+            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 4, 0, 0, 0, TILE, CHECK, PTX)
         elif coding == 3:
-            sums = coded(segment, descriptor, out, tile, elements, size, FORMAT, 3, 0, 0, 0, TILE, CHECK, PTX)
+            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 3, 0, 0, 0, TILE, CHECK, PTX)
         elif coding == 4:
-            sums = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 3, 0, 0, TILE, CHECK, PTX)
+            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 3, 0, 0, TILE, CHECK, PTX)
         else:
-            sums = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 2, 3, 0, TILE, CHECK, PTX)
+            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 2, 3, 0, TILE, CHECK, PTX)
     elif W0 == 0:
-        sums = coded(segment, descriptor, out, tile, elements, size, FORMAT, 0, 0, 0, 0, TOP16_TILE, CHECK, PTX)
+        sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 0, 0, 0, 0, TOP16_TILE, CHECK, PTX)
         groups = tile_groups(tile, size, TOP16_TILE * ELEMENT_BYTES)
     else:
-        sums = coded(segment, descriptor, out, tile, elements, size, FORMAT, W0, W1, W2, W3, TILE, CHECK, PTX)
+        sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, W0, W1, W2, W3, TILE, CHECK, PTX)
     if CHECK:
-        total = tl.sum(sums, 0).to(tl.int64) + groups.to(tl.int64) * GROUP
+        total = tl.sum(sums, 0).to(tl.int64) + groups.to(tl.int64) * GROUP + wrong.to(tl.int64)
         tl.atomic_add((base + results).to(tl.pointer_type(tl.int64)) + segment_id, total, sem="relaxed")

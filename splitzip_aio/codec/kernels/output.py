@@ -30,8 +30,13 @@ def group_keys(group):
 
 
 @triton.jit
-def term(word, key):
-    return word.to(tl.uint64) * key.to(tl.uint64)
+def accumulate(sums, word, key, PTX: tl.constexpr):
+    """``sums + word * key`` in 64 bits, which compilers do not fuse on their own."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l", [word, key, sums], dtype=tl.uint64, is_pure=True, pack=1
+        )
+    return sums + word.to(tl.uint64) * key.to(tl.uint64)
 
 
 @triton.jit
@@ -56,38 +61,42 @@ def store(out, first, words, left, PARTIAL: tl.constexpr, COLUMNS: tl.constexpr)
         for k in tl.static_range(3):
             tl.store(byte + k, (word >> (8 * k)).to(tl.uint8), mask=bytes_left > k)
     else:
-        tl.store(place, words)
+        tl.store(place, words, cache_modifier=".cs")
 
 
 @triton.jit
-def emit4(out, first, w0, w1, w2, w3, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr):
-    """Store a group of words a lane, at word ``first`` of a segment of ``size`` bytes; return the lanes' checksums."""
-    left = size - 4 * first
+def emit4(sums, out, group, w0, w1, w2, w3, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr):
+    """Store the lanes' words of a 16-byte ``group`` each, of a segment of ``size`` bytes, and add their checksums."""
+    left = size - 16 * group
     if PARTIAL:
         w0 = clip(w0, left, PTX)
         w1 = clip(w1, left - 4, PTX)
         w2 = clip(w2, left - 8, PTX)
         w3 = clip(w3, left - 12, PTX)
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [first.shape[0], 4])
-    store(out, first, words, left, PARTIAL, 4)
-    if not CHECK:
-        return tl.zeros(first.shape, tl.uint64)
-    key = group_keys((first >> 2).to(tl.uint32))
-    return term(w0, key) + term(w1, key + STEP) + term(w2, key + 2 * STEP) + term(w3, key + 3 * STEP)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [group.shape[0], 4])
+    store(out, 4 * group, words, left, PARTIAL, 4)
+    if CHECK:
+        key = group_keys(group.to(tl.uint32))
+        sums = accumulate(sums, w0, key, PTX)
+        sums = accumulate(sums, w1, key + STEP, PTX)
+        sums = accumulate(sums, w2, key + 2 * STEP, PTX)
+        sums = accumulate(sums, w3, key + 3 * STEP, PTX)
+    return sums
 
 
 @triton.jit
-def emit2(out, first, w0, w1, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr):
-    """:func:`emit4` for lanes that have half a group."""
-    left = size - 4 * first
+def emit2(sums, out, half, w0, w1, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr):
+    """:func:`emit4` for lanes that have half a group each."""
+    left = size - 8 * half
     if PARTIAL:
         w0 = clip(w0, left, PTX)
         w1 = clip(w1, left - 4, PTX)
-    store(out, first, tl.join(w0, w1), left, PARTIAL, 2)
-    if not CHECK:
-        return tl.zeros(first.shape, tl.uint64)
-    key = group_keys((first >> 2).to(tl.uint32)) + (first & 2).to(tl.uint32) * STEP
-    return term(w0, key) + term(w1, key + STEP)
+    store(out, 2 * half, tl.join(w0, w1), left, PARTIAL, 2)
+    if CHECK:
+        key = group_keys((half >> 1).to(tl.uint32)) + (half & 1).to(tl.uint32) * (2 * STEP)
+        sums = accumulate(sums, w0, key, PTX)
+        sums = accumulate(sums, w1, key + STEP, PTX)
+    return sums
 
 
 @triton.jit
@@ -106,34 +115,44 @@ def nibble_bytes(nibbles):
 
 @triton.jit
 def emit_16bit(
-    out, lane, low0, high0, low1, high1, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr
+    sums, out, lane, low0, high0, low1, high1, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr
 ):
     """Eight 16-bit elements a lane from their low and high bytes."""
     w0 = permute(low0, high0, 0x5140, PTX)
     w1 = permute(low0, high0, 0x7362, PTX)
     w2 = permute(low1, high1, 0x5140, PTX)
     w3 = permute(low1, high1, 0x7362, PTX)
-    return emit4(out, lane * 4, w0, w1, w2, w3, size, PARTIAL, CHECK, PTX)
+    return emit4(sums, out, lane, w0, w1, w2, w3, size, PARTIAL, CHECK, PTX)
 
 
 @triton.jit
 def emit_f32(
-    out, lane, last_lane, e0, e1, s0, s1, residual, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr
+    sums,
+    out,
+    lane,
+    last_lane,
+    e0,
+    e1,
+    s0,
+    s1,
+    residual,
+    size,
+    PARTIAL: tl.constexpr,
+    CHECK: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Eight F32 elements a lane: ``residual`` points to sign and upper mantissa, 16 bits an element."""
-    total = tl.zeros(lane.shape, tl.uint64)
     for half in tl.static_range(2):
         e = e0 if half == 0 else e1
         s = s0 if half == 0 else s1
-        first = lane * 8 + half * 4
         pair0 = tl.load(residual + tl.minimum(lane, last_lane) * 4 + half * 2)
         pair1 = tl.load(residual + tl.minimum(lane, last_lane) * 4 + half * 2 + 1)
         w0 = f32_words(e & 0xFF, s & 0xFF, pair0 & 0xFFFF)
         w1 = f32_words((e >> 8) & 0xFF, (s >> 8) & 0xFF, pair0 >> 16)
         w2 = f32_words((e >> 16) & 0xFF, (s >> 16) & 0xFF, pair1 & 0xFFFF)
         w3 = f32_words(e >> 24, s >> 24, pair1 >> 16)
-        total += emit4(out, first, w0, w1, w2, w3, size, PARTIAL, CHECK, PTX)
-    return total
+        sums = emit4(sums, out, lane * 2 + half, w0, w1, w2, w3, size, PARTIAL, CHECK, PTX)
+    return sums
 
 
 @triton.jit
@@ -143,6 +162,7 @@ def f32_words(e, low, high):
 
 @triton.jit
 def emit(
+    sums,
     e0,
     e1,
     s,
@@ -157,44 +177,44 @@ def emit(
     CHECK: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Join exponents and residuals, store the elements and return the lanes' checksums."""
+    """Join exponents and residuals, store the elements and return ``sums`` with the lanes' checksums."""
     low = (segment + HEADER).to(tl.pointer_type(tl.uint32))
     s0 = s.to(tl.uint32)
     s1 = (s >> 32).to(tl.uint32)
     if FORMAT == BF16:
         low0, high0 = bf16_bytes(e0, s0)
         low1, high1 = bf16_bytes(e1, s1)
-        total = emit_16bit(out, lane, low0, high0, low1, high1, size, PARTIAL, CHECK, PTX)
+        sums = emit_16bit(sums, out, lane, low0, high0, low1, high1, size, PARTIAL, CHECK, PTX)
     if FORMAT == F16:
         h = spread(window(high, tl.minimum(lane, last_lane).to(tl.uint32) * 24, UNBOUNDED, PTX), 3)
         h0 = nibble_bytes(h)
         h1 = nibble_bytes(h >> 16)
         high0 = ((h0 & 0x04040404) << 5) | (e0 << 2) | (h0 & 0x03030303)
         high1 = ((h1 & 0x04040404) << 5) | (e1 << 2) | (h1 & 0x03030303)
-        total = emit_16bit(out, lane, s0, high0, s1, high1, size, PARTIAL, CHECK, PTX)
+        sums = emit_16bit(sums, out, lane, s0, high0, s1, high1, size, PARTIAL, CHECK, PTX)
     if FORMAT == F32:
-        total = emit_f32(out, lane, last_lane, e0, e1, s0, s1, high, size, PARTIAL, CHECK, PTX)
+        sums = emit_f32(sums, out, lane, last_lane, e0, e1, s0, s1, high, size, PARTIAL, CHECK, PTX)
     if FORMAT == F8_E4M3:
         r = tl.load(low + tl.minimum(lane, last_lane))
         r0 = nibble_bytes(r)
         r1 = nibble_bytes(r >> 16)
         w0 = ((r0 & 0x08080808) << 4) | (e0 << 3) | (r0 & 0x07070707)
         w1 = ((r1 & 0x08080808) << 4) | (e1 << 3) | (r1 & 0x07070707)
-        total = emit2(out, lane * 2, w0, w1, size, PARTIAL, CHECK, PTX)
+        sums = emit2(sums, out, lane, w0, w1, size, PARTIAL, CHECK, PTX)
     if FORMAT == F8_E5M2:
         r = spread(window(low, tl.minimum(lane, last_lane).to(tl.uint32) * 24, UNBOUNDED, PTX), 3)
         r0 = nibble_bytes(r)
         r1 = nibble_bytes(r >> 16)
         w0 = ((r0 & 0x04040404) << 5) | (e0 << 2) | (r0 & 0x03030303)
         w1 = ((r1 & 0x04040404) << 5) | (e1 << 2) | (r1 & 0x03030303)
-        total = emit2(out, lane * 2, w0, w1, size, PARTIAL, CHECK, PTX)
-    return total
+        sums = emit2(sums, out, lane, w0, w1, size, PARTIAL, CHECK, PTX)
+    return sums
 
 
 @triton.jit
-def copy_chunk(segment, out, lane, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr):
+def copy_chunk(segment, out, group, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr):
     """Copy sixteen bytes a lane."""
-    first = lane * 4
+    first = group * 4
     left = size - 4 * first
     column = tl.arange(0, 4)[None, :]
     place = (segment + HEADER).to(tl.pointer_type(tl.uint32)) + (first[:, None] + column)
@@ -206,5 +226,5 @@ def copy_chunk(segment, out, lane, size, PARTIAL: tl.constexpr, CHECK: tl.conste
     store(out, first, words, left, PARTIAL, 4)
     if not CHECK:
         return tl.zeros(first.shape, tl.uint64)
-    keys = group_keys((first >> 2).to(tl.uint32))[:, None] + column.to(tl.uint32) * STEP
-    return tl.sum(term(words, keys), 1)
+    keys = group_keys(group.to(tl.uint32))[:, None] + column.to(tl.uint32) * STEP
+    return tl.sum(words.to(tl.uint64) * keys.to(tl.uint64), 1)

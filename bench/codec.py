@@ -1,0 +1,171 @@
+"""What the GPU codec reaches, as fractions of the device's own copy bandwidth.
+
+    python bench/codec.py [--megabytes 512] [--json PATH]
+
+Every row decodes weights made from a seed, in poisoned memory, and is checked byte for byte and by checksum before it
+is timed. The roofline is the measured bandwidth of a device copy (bytes read + bytes written) times
+2 / (2 + 2 * ratio): what a decoder would reach that moved nothing but its payload and its result. Times are medians of many launches, with
+the spread from the 10th to the 90th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from splitzip_aio.cli.synthetic import trained_weights
+from splitzip_aio.codec import cpu
+from splitzip_aio.codec.formats import BF16
+from splitzip_aio.codec.gpu import GpuSplitZipDecoder
+from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
+from splitzip_aio.codec.payload import parse_header
+from splitzip_aio.codec.schedule import CANDIDATES, Schedule
+from splitzip_aio.codec.slot_table import SlotTable, table_capacity
+
+SLOT_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: ``gbps`` of raw bytes, with its 10th and 90th percentile."""
+
+    name: str
+    ratio: float
+    gbps: float
+    low: float
+    high: float
+    roofline: float | None
+
+    def __str__(self) -> str:
+        share = f"{self.gbps / self.roofline:6.3f}" if self.roofline else "      "
+        return f"{self.name:34} {self.ratio:7.4f} {self.gbps:7.0f} ({self.low:.0f}-{self.high:.0f}) GB/s {share}"
+
+
+class Slot:
+    """Segments of equal raw sizes on the device with their table, and the range that they decode into."""
+
+    def __init__(self, segments: Sequence[np.ndarray], out: torch.Tensor) -> None:
+        headers = [parse_header(segment.data, where="benchmark") for segment in segments]
+        sources = np.cumsum([0] + [segment.size for segment in segments])
+        places = out.data_ptr() + np.cumsum([0] + [header.decoded_bytes for header in headers])
+        self.payload_bytes = int(sources[-1])
+        view = bytearray(160 * len(segments) + table_capacity(self.payload_bytes))
+        self.table = SlotTable.build(headers, sources[:-1].tolist(), places[:-1].tolist(), memoryview(view))
+        host = np.concatenate([*segments, np.frombuffer(view, np.uint8)[: self.table.nbytes]])
+        self.buffer = torch.from_numpy(host).to(out.device)
+
+    def decode(self, decoder: GpuSplitZipDecoder) -> torch.Tensor:
+        return decoder.decode_slot(self.buffer, self.payload_bytes, self.table)
+
+
+def encode(raw: torch.Tensor, schedule: Schedule, segment_elements: int = SEGMENT_ELEMENTS) -> list[np.ndarray]:
+    """Segments of a BF16 tensor, with one codebook for all."""
+    data = raw.cpu().view(torch.uint8).numpy()
+    pieces = [data[i : i + 2 * segment_elements] for i in range(0, data.size, 2 * segment_elements)]
+    with ThreadPoolExecutor() as pool:
+        counts = np.sum(list(pool.map(lambda piece: cpu.histogram(piece, BF16), pieces)), axis=0)
+        books = schedule.codebooks(counts, BF16)
+        return list(pool.map(lambda piece: cpu.encode_segment(piece, BF16, schedule, books), pieces))
+
+
+def timed(run: Callable[[], object], nbytes: int, repeats: int = 100) -> tuple[float, float, float]:
+    """GB/s as median, 10th and 90th percentile."""
+    for _ in range(10):
+        run()
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    stops = [torch.cuda.Event(enable_timing=True) for _ in range(repeats)]
+    for start, stop in zip(starts, stops, strict=True):
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    seconds = np.array([start.elapsed_time(stop) for start, stop in zip(starts, stops, strict=True)]) / 1e3
+    return tuple(float(nbytes / s / 1e9) for s in (np.median(seconds), *np.percentile(seconds, (90, 10))))
+
+
+def copy_speed(raw: torch.Tensor) -> tuple[float, float, float]:
+    """GB/s, read and written, of a device copy of ``raw``."""
+    target = torch.empty_like(raw)
+    return timed(lambda: target.copy_(raw), 2 * raw.nbytes)
+
+
+def verified(slots: Sequence[Slot], out: torch.Tensor, raw: torch.Tensor) -> None:
+    """Decode everything once, and refuse to go on unless every byte and every checksum is right."""
+    out.fill_(float("nan"))
+    for slot in slots:
+        results = slot.decode(GpuSplitZipDecoder())
+        wrong = slot.table.failures(results.cpu().numpy().view(np.uint64))
+        if wrong:
+            raise SystemExit(f"segments {wrong[:5]} fail their checksum: no speed is reported")
+    if not torch.equal(out.view(torch.int16), raw.view(torch.int16)):
+        raise SystemExit("decoded bytes are wrong: no speed is reported")
+
+
+def bench_schedules(raw: torch.Tensor, copy_gbps: float) -> list[Row]:
+    out = torch.empty_like(raw)
+    rows = []
+    cases: list[tuple[str, list[Schedule]]] = [(str(s), [s]) for s in CANDIDATES]
+    cases.append(("all of them in one launch", list(CANDIDATES)))
+    for name, schedules in cases:
+        encoded = [encode(raw, schedule) for schedule in schedules]
+        slot = Slot([encoded[i % len(encoded)][i] for i in range(len(encoded[0]))], out)
+        del encoded
+        verified([slot], out, raw)
+        ratio = slot.payload_bytes / raw.nbytes
+        roofline = copy_gbps * 2 / (2 + 2 * ratio)
+        for label, decoder in (("", GpuSplitZipDecoder()), (", no checksum", GpuSplitZipDecoder(checksum=False))):
+            speed = timed(lambda slot=slot, decoder=decoder: slot.decode(decoder), raw.nbytes)
+            rows.append(Row(f"decode {name}{label}", ratio, *speed, roofline))
+            print(rows[-1], flush=True)
+    return rows
+
+
+def bench_small_tensors(count: int = 10_000, nbytes: int = 64 << 10) -> Row:
+    """Many small tensors in slots of 16 MiB, one launch a slot."""
+    raw = trained_weights(count, nbytes // 2, seed=2, device="cuda").view(-1)
+    out = torch.empty_like(raw)
+    segments = encode(raw, Schedule.parse((2, 2, 3)), nbytes // 2)
+    slots, first = [], 0
+    while first < count:
+        last, size = first, 0
+        while last < count and size + segments[last].size <= SLOT_BYTES:
+            size += segments[last].size
+            last += 1
+        slots.append(Slot(segments[first:last], out[first * nbytes // 2 :]))
+        first = last
+    verified(slots, out, raw)
+    if any(len(slot.table.launches) != 1 for slot in slots):
+        raise SystemExit("a slot needed more than one launch")
+    decoder = GpuSplitZipDecoder()
+    speed = timed(lambda: [slot.decode(decoder) for slot in slots], raw.nbytes, repeats=20)
+    ratio = sum(slot.payload_bytes for slot in slots) / raw.nbytes
+    row = Row(f"decode {count} of 64 KiB, {len(slots)} launches", ratio, *speed, None)
+    print(row, flush=True)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=512, help="raw MiB to decode")
+    parser.add_argument("--json", type=Path, help="write the rows there too")
+    options = parser.parse_args()
+    elements = options.megabytes << 19
+    raw = trained_weights(elements // 4096, 4096, seed=0, device="cuda").view(-1)
+    copy = copy_speed(raw)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.megabytes} MiB raw")
+    print(f"{'device copy, read + write':42} {copy[0]:7.0f} ({copy[1]:.0f}-{copy[2]:.0f}) GB/s")
+    print(f"{'':34} {'ratio':>7} {'raw bytes':>7} {'':20} of roofline")
+    rows = [*bench_schedules(raw, copy[0]), bench_small_tensors()]
+    if options.json:
+        options.json.write_text(json.dumps({"copy_gbps": copy[0], "rows": [asdict(row) for row in rows]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
