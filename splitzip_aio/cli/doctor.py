@@ -19,6 +19,7 @@ import torch
 import splitzip_aio
 from splitzip_aio.abc import DriverStatistics
 from splitzip_aio.cli.output import format_bytes
+from splitzip_aio.codec import cpu
 from splitzip_aio.drivers import DriverName
 from splitzip_aio.errors import UnsupportedError
 
@@ -59,7 +60,7 @@ def examine(directory: Path) -> Examination:
         _torch,
         _cuda,
         _triton,
-        _numba,
+        _cpu_codec,
         _locked_memory,
         lambda: anyio.run(_io_uring, directory),
         lambda: anyio.run(_direct_io, directory),
@@ -116,11 +117,17 @@ def _triton() -> Check:
     )
 
 
-def _numba() -> Check:
-    version = _version_of("numba")
-    if version is None:
-        return Check("numba", "warn", "not installed; the CPU codec is its slow plain form", "pip install numba")
-    return Check("numba", "ok", version)
+def _cpu_codec() -> Check:
+    codec = cpu.implementation()
+    if codec.startswith("numba"):
+        return Check("cpu codec", "ok", f"{codec}, numba {_version_of('numba')}")
+    try:
+        import numba
+    except ImportError as exc:
+        cause = str(exc)
+    else:
+        cause = f"numba {numba.__version__} does not serve here"
+    return Check("cpu codec", "warn", f"{codec}, fifty times slower: {cause}", "pip install --upgrade numba")
 
 
 def _locked_memory() -> Check:

@@ -119,7 +119,7 @@ def _streamed(report: StreamReport) -> list[tuple[str, str]]:
     memory = "pinned" if report.pinned else "pageable"
     registered = "registered" if report.fixed_buffers else "unregistered"
     return [
-        ("device", report.device if report.gpu is None else f"{report.device}, {report.gpu}"),
+        ("device", f"{report.device}, {report.gpu or report.codec}"),
         ("driver", f"{report.driver}, {'direct' if report.direct else 'buffered'}, {registered} {memory} buffers"),
         ("streaming", f"{report.seconds:.2f} s after {report.open_s:.2f} s to open"),
         ("speed, raw", format_rate(report.raw_bytes, report.seconds)),

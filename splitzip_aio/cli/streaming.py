@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 
-import anyio
 import torch
-from anyio.abc import TaskGroup
 
 import splitzip_aio
 from splitzip_aio.cache.progress import Progress, ProgressCallback
+from splitzip_aio.codec import cpu
 from splitzip_aio.drivers import DriverName
 from splitzip_aio.telemetry import TransportStatistics
 
@@ -31,6 +28,7 @@ class StreamReport:
     Attributes:
         cache: the cache's root.
         device: where tensors were decoded to; ``gpu`` is its name, None on the CPU.
+        codec: what decoded: Triton kernels, or which of the CPU codecs.
         driver: which driver read.
         direct: every pack was read past the page cache.
         fixed_buffers: the slots were registered with the kernel.
@@ -48,6 +46,7 @@ class StreamReport:
     cache: str
     device: str
     gpu: str | None
+    codec: str
     driver: str
     direct: bool
     fixed_buffers: bool
@@ -91,11 +90,9 @@ async def stream_cache(
     """
     tensors = raw_bytes = 0
     began = time.perf_counter()
-    async with splitzip_aio.open_transport(root, device=device, driver=driver) as transport, _tasks() as tasks:
+    async with splitzip_aio.open_transport(root, device=device, driver=driver) as transport:
         opened = time.perf_counter()
-        for layer, following in zip_longest(transport.layers, transport.layers[1:]):
-            if following is not None:
-                tasks.start_soon(_warm, transport, following)
+        for layer in transport.layers:
             async with await transport.prefetch(layer) as lease:
                 if visit is not None:
                     visit(lease.tensors)
@@ -110,6 +107,7 @@ async def stream_cache(
         cache=str(root),
         device=str(device),
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        codec="triton" if device.type == "cuda" else cpu.implementation(),
         driver=statistics.io.name,
         direct=statistics.direct_files == statistics.files,
         fixed_buffers=statistics.io.fixed_buffers,
@@ -125,22 +123,3 @@ async def stream_cache(
         fallbacks=statistics.fallbacks,
         statistics=statistics,
     )
-
-
-async def _warm(transport: splitzip_aio.Transport, layer: str) -> None:
-    """Have a layer on its way before it is asked for: the demand joins this one."""
-    lease = await transport.prefetch(layer)
-    lease.release()
-
-
-@asynccontextmanager
-async def _tasks() -> AsyncIterator[TaskGroup]:
-    """A task group whose first error comes out as it is, not as a group: one line is what people read."""
-    try:
-        async with anyio.create_task_group() as tasks:
-            yield tasks
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 import splitzip_aio
 from splitzip_aio.cli import doctor
 from splitzip_aio.cli.doctor import Check, examine
+from splitzip_aio.codec import cpu
 from splitzip_aio.errors import DriverUnavailableError
 from tests.cli.conftest import CommandLine
 
-NAMES = {"splitzip-aio", "python", "torch", "cuda", "triton", "numba", "locked memory", "io_uring"}
+NAMES = {"splitzip-aio", "python", "torch", "cuda", "triton", "cpu codec", "locked memory", "io_uring"}
 
 
 def finding(name: str, directory: Path) -> Check:
@@ -78,11 +80,18 @@ def test_locked_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: i
     assert finding("locked memory", tmp_path).status == status
 
 
-def test_missing_libraries_are_warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_triton_is_a_warning_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "_version_of", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found = {check.name: check for check in examine(tmp_path).checks}
-    assert found["numba"].status == "warn"
     assert found["triton"].status == "warn"
     assert "splitzip-aio[gpu]" in found["triton"].remedy
+
+
+def test_slow_codec_is_a_warning_with_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu, "implementation", lambda: "numpy reference")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    found = finding("cpu codec", tmp_path)
+    assert found.status == "warn"
+    assert "numba" in found.detail

@@ -23,7 +23,7 @@ def test_text(cli: CommandLine, built: Path) -> None:
     assert done.code == 0
     fields = {line.split("  ")[0].strip(): line for line in done.out.splitlines()}
     assert fields.keys() >= {"layers", "device", "driver", "streaming", "speed, raw", "speed, wire"}
-    assert fields["device"].endswith(" cpu")
+    assert " cpu, " in fields["device"]
     assert "threads, " in fields["driver"]
     assert done.err == f"stream {built} to cpu ...\n"
 
@@ -113,8 +113,7 @@ class TestStreamCache:
         report = self.stream(tmp_path / "cache")
         assert (report.layers, report.tensors, report.raw_bytes) == (1, 1, 0)
 
-    def test_error_comes_out_by_itself(self, cache: Path) -> None:
-        """Not as a group, although layers are read ahead in tasks of their own."""
+    def test_damage_ends_it(self, cache: Path) -> None:
         flip(pack_of(cache), 1000)
         with pytest.raises(CorruptDataError):
             self.stream(cache)
