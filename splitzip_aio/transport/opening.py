@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from os import PathLike
@@ -76,7 +76,7 @@ async def open_transport(
     )
     raised: BaseException | None = None
     async with AsyncExitStack() as resources:
-        transport = Transport(await anyio.to_thread.run_sync(assemble, resources))
+        transport = Transport(await _in_thread(partial(assemble, resources)))
         async with anyio.create_task_group() as group:
             group.start_soon(transport.serve, resources.pop_all())
             try:
@@ -89,6 +89,27 @@ async def open_transport(
         raised = transport.failure
     if raised is not None:
         raise raised
+
+
+async def _in_thread(make: Callable[[], Parts]) -> Parts:
+    """Run ``make`` in a worker thread, and wait for its end whatever comes.
+
+    A task of its own is out of reach of asyncio's ``Task.cancel``, which would leave the thread to go on alone.
+    """
+    outcome: list[Parts | Exception] = []
+
+    async def run() -> None:
+        try:
+            outcome.append(await anyio.to_thread.run_sync(make))
+        except Exception as exc:  # noqa: BLE001 - raised below, outside of the group
+            outcome.append(exc)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+    (result,) = outcome
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _assemble(

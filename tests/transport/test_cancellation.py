@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import anyio
@@ -72,6 +73,34 @@ async def test_transports_cancelled_at_random_points(sample: Sample, device: str
         if transport is not None:
             assert_idle(transport.statistics())
             assert transport.statistics().io.open_files == 0
+
+
+async def test_tasks_cancelled_by_asyncio_itself_at_random_points(
+    sample: Sample, device: str, anyio_backend_name: str
+) -> None:
+    """``Task.cancel`` and ``asyncio.timeout`` pass through the shields of anyio's scopes."""
+    if anyio_backend_name != "asyncio":
+        pytest.skip("only asyncio cancels so")
+    chance = random.Random(1)
+    transports: list[Transport] = []
+
+    async def stream() -> None:
+        async with open_transport(sample.root, device=device, ring_bytes="1MiB", driver="threads") as transport:
+            transports.append(transport)
+            for layer in transport.layers:
+                await sample.check_prefetch(transport, layer)
+
+    for _ in range(RUNS // 5):
+        task = asyncio.create_task(stream())
+        await asyncio.sleep(chance.random() * 0.03)
+        while not task.done():
+            task.cancel()
+            await asyncio.sleep(chance.random() * 0.005)
+        assert task.cancelled() or task.exception() is None
+    assert transports  # some got as far as that
+    for transport in transports:
+        assert_idle(transport.statistics())
+        assert transport.statistics().io.open_files == 0
 
 
 async def test_a_layer_nobody_waits_for_is_read_no_further(sample: Sample, device: str) -> None:
