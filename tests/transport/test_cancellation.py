@@ -29,10 +29,10 @@ async def cancelled_somewhere(sample: Sample, transport: Transport, layer: str, 
     async with anyio.create_task_group() as group:
         group.start_soon(use)
         if chance.random() < 0.5:
-            for _ in range(chance.randrange(30)):
+            for _ in range(chance.randrange(300)):
                 await checkpoint()
         else:
-            await anyio.sleep(chance.random() * 0.004)
+            await anyio.sleep(chance.random() ** 2 * 0.04)
         group.cancel_scope.cancel()
 
 
