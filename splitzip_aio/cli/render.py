@@ -116,11 +116,13 @@ def _s(count: int) -> str:
 
 
 def _streamed(report: StreamReport) -> list[tuple[str, str]]:
-    memory = "pinned" if report.pinned else "pageable"
-    registered = "registered" if report.fixed_buffers else "unregistered"
+    how = [report.driver, "direct" if report.direct else "buffered"]
+    how.append("registered buffers" if report.fixed_buffers else "unregistered buffers")
+    if report.gpu is not None:
+        how.append("pinned" if report.pinned else "not pinned")
     return [
         ("device", f"{report.device}, {report.gpu or report.codec}"),
-        ("driver", f"{report.driver}, {'direct' if report.direct else 'buffered'}, {registered} {memory} buffers"),
+        ("driver", ", ".join(how)),
         ("streaming", f"{report.seconds:.2f} s after {report.open_s:.2f} s to open"),
         ("speed, raw", format_rate(report.raw_bytes, report.seconds)),
         ("speed, wire", format_rate(report.wire_bytes, report.seconds)),
