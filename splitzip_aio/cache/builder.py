@@ -37,8 +37,9 @@ _COVERAGE_DIGITS = 6
 class SplitZipShardCacheBuilder:
     """Builds a cache tensor by tensor, in the order in which they will be used.
 
-    Nothing of it can be seen before :meth:`finish`. A failure of any method, leaving the ``with`` block without
-    :meth:`finish`, or :meth:`abort` removes all that was made and keeps the cache that was there, if any::
+    Nothing of it can be seen before :meth:`finish`. A failure to read or write, leaving the ``with`` block without
+    :meth:`finish`, or :meth:`abort` removes all that was made and keeps the cache that was there, if any. A refused
+    argument changes nothing::
 
         with SplitZipShardCacheBuilder("cache/") as builder:
             for name, tensor in model.state_dict().items():
@@ -231,7 +232,11 @@ class SplitZipShardCacheBuilder:
     def _begin(self) -> PackWriter:
         workspace = self._live()
         if self._writer is None:
-            workspace.drop_unfinished()
+            try:
+                workspace.drop_unfinished()
+            except BaseException:
+                self.abort()
+                raise
             self._writer = PackWriter(workspace.root, pack_bytes=self._pack_bytes)
         return self._writer
 
@@ -241,6 +246,8 @@ class SplitZipShardCacheBuilder:
             f"{name}{layer}".encode()
         except UnicodeEncodeError as error:
             raise InvalidArgumentError(f"{name!r}: expected text as the name of tensor and layer: {error}") from error
+        if not layer and layer_name(name):
+            raise InvalidArgumentError(f"{name!r}: layer_of gave an empty name for its layer")
         if name in self._contents:
             raise InvalidArgumentError(f"{name!r}: a tensor of this name is in the cache already")
         return Tensor(name, data.dtype, data.shape, 0, "" if layer == layer_name(name) else layer)

@@ -81,6 +81,26 @@ def test_names(tmp_path: Path) -> None:
         assert list(cache.tensors) == ["x", "übel/../\n\0"]
 
 
+def test_layers_have_names(tmp_path: Path) -> None:
+    with SplitZipShardCacheBuilder(tmp_path / "cache", layer_of=lambda name: "") as builder:
+        with pytest.raises(InvalidArgumentError, match="'x': layer_of gave an empty name"):
+            builder.add_tensor("x", torch.ones(1))
+        builder.add_tensor("", torch.ones(1))
+        builder.finish()
+    with SplitZipShardCache(tmp_path / "cache") as cache:
+        assert list(cache.layers) == [""]
+
+
+def test_forgotten_builder_and_cache_say_so(tmp_path: Path) -> None:
+    builder = SplitZipShardCacheBuilder(tmp_path / "cache")
+    with pytest.warns(ResourceWarning, match="unfinished builder"):
+        del builder
+    SplitZipShardCacheBuilder(tmp_path / "cache").finish()
+    opened = SplitZipShardCache(tmp_path / "cache")
+    with pytest.warns(ResourceWarning, match="unclosed cache"):
+        del opened
+
+
 def test_without_finish_nothing_stays(tmp_path: Path) -> None:
     with SplitZipShardCacheBuilder(tmp_path / "cache") as builder:
         builder.add_tensor("x", torch.ones(1))
