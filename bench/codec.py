@@ -3,8 +3,8 @@
     python bench/codec.py [--megabytes 512] [--json PATH]
 
 Every row decodes weights made from a seed, in poisoned memory, and is checked byte for byte and by checksum before it
-is timed. The roofline is the measured bandwidth of a device copy (bytes read + bytes written) times
-2 / (2 + 2 * ratio): what a decoder would reach that moved nothing but its payload and its result. Times are medians of many launches, with
+is timed. The roofline is the measured bandwidth of a device copy, bytes read and written, times 2 / (2 + 2 * ratio):
+what a decoder would reach that moved nothing but its payload and its result. Times are medians of many launches, with
 the spread from the 10th to the 90th percentile.
 """
 
@@ -24,8 +24,8 @@ from splitzip_aio.cli.synthetic import trained_weights
 from splitzip_aio.codec import cpu
 from splitzip_aio.codec.formats import BF16
 from splitzip_aio.codec.gpu import GpuSplitZipDecoder
+from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
-from splitzip_aio.codec.payload import parse_header
 from splitzip_aio.codec.schedule import CANDIDATES, Schedule
 from splitzip_aio.codec.slot_table import SlotTable, table_capacity
 
@@ -52,13 +52,16 @@ class Slot:
     """Segments of equal raw sizes on the device with their table, and the range that they decode into."""
 
     def __init__(self, segments: Sequence[np.ndarray], out: torch.Tensor) -> None:
-        headers = [parse_header(segment.data, where="benchmark") for segment in segments]
-        sources = np.cumsum([0] + [segment.size for segment in segments])
-        places = out.data_ptr() + np.cumsum([0] + [header.decoded_bytes for header in headers])
-        self.payload_bytes = int(sources[-1])
+        payload = np.concatenate(segments)
+        self.payload_bytes = payload.size
+        sizes = np.array([segment.size for segment in segments])
+        sources = np.cumsum(sizes) - sizes
+        headers = SegmentHeaders.parse(payload.data, sources, sizes, where="segment {}".format)
+        decoded = headers.fields["decoded_bytes"].astype(np.int64)
         view = bytearray(160 * len(segments) + table_capacity(self.payload_bytes))
-        self.table = SlotTable.build(headers, sources[:-1].tolist(), places[:-1].tolist(), memoryview(view))
-        host = np.concatenate([*segments, np.frombuffer(view, np.uint8)[: self.table.nbytes]])
+        destinations = out.data_ptr() + np.cumsum(decoded) - decoded
+        self.table = SlotTable.build(headers, sources, destinations, memoryview(view))
+        host = np.concatenate([payload, np.frombuffer(view, np.uint8)[: self.table.nbytes]])
         self.buffer = torch.from_numpy(host).to(out.device)
 
     def decode(self, decoder: GpuSplitZipDecoder) -> torch.Tensor:

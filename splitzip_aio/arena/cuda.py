@@ -19,10 +19,11 @@ import anyio
 import anyio.to_thread
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from splitzip_aio.abc import Fence, SegmentPlacement
 from splitzip_aio.arena.base import BufferArena, checked_capacity
-from splitzip_aio.codec.payload import SegmentHeader, parse_header
+from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
 
@@ -131,13 +132,10 @@ class CudaArena(BufferArena):
 
     def _begin(self, memory: memoryview, payload_bytes: int, segments: Sequence[SegmentPlacement]) -> _Upload:
         """Check the headers, complete the slot by its table, and give copy and decode to the streams."""
-        base = self.buffer.data_ptr()
-        table = SlotTable.build(
-            [_checked_header(memory, segment) for segment in segments],
-            [segment.source for segment in segments],
-            [base + segment.destination for segment in segments],
-            memory[payload_bytes:],
-        )
+        destinations = np.array([segment.destination for segment in segments])
+        headers = _checked_headers(memory[:payload_bytes], segments, destinations)
+        sources = [segment.source for segment in segments]
+        table = SlotTable.build(headers, sources, self.buffer.data_ptr() + destinations, memory[payload_bytes:])
         landing = self._landing[self._next_landing]
         self._next_landing = (self._next_landing + 1) % len(self._landing)
         copied = self._copy(landing, memory[: payload_bytes + table.nbytes])
@@ -177,19 +175,29 @@ class CudaArena(BufferArena):
                 fence.wait()
 
 
-def _checked_header(memory: memoryview, segment: SegmentPlacement) -> SegmentHeader:
-    header = parse_header(memory[segment.source : segment.source + segment.nbytes], where=segment.where)
-    if header.decoded_bytes != segment.decoded_bytes:
+def _checked_headers(
+    memory: memoryview, segments: Sequence[SegmentPlacement], destinations: NDArray[np.int64]
+) -> SegmentHeaders:
+    """Headers of a slot's segments, which decode to what is expected, where a GPU can write."""
+    headers = SegmentHeaders.parse(
+        memory,
+        [segment.source for segment in segments],
+        [segment.nbytes for segment in segments],
+        where=lambda place: segments[place].where,
+    )
+    expected = np.array([segment.decoded_bytes for segment in segments])
+    found = headers.fields["decoded_bytes"]
+    for place in np.flatnonzero(found != expected).tolist():
         raise CorruptDataError(
-            f"{segment.where}: segment decodes to {header.decoded_bytes} bytes, expected {segment.decoded_bytes}; "
+            f"{segments[place].where}: segment decodes to {found[place]} bytes, expected {expected[place]}; "
             "rebuild the cache"
         )
-    if segment.destination % _DESTINATION_ALIGN:
+    for place in np.flatnonzero(destinations % _DESTINATION_ALIGN).tolist():
         raise UnsupportedError(
-            f"{segment.where}: a GPU decodes to multiples of {_DESTINATION_ALIGN} bytes, and this segment goes to "
-            f"{segment.destination}; rebuild the cache with segments of a multiple of {_DESTINATION_ALIGN} elements"
+            f"{segments[place].where}: a GPU decodes to multiples of {_DESTINATION_ALIGN} bytes, and this segment goes "
+            f"to {destinations[place]}; rebuild the cache with segments of a multiple of {_DESTINATION_ALIGN} elements"
         )
-    return header
+    return headers
 
 
 def _device_bytes(nbytes: int, device: torch.device, option: str) -> torch.Tensor:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import ElementFormat
+from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.layout import SEGMENT_ALIGN, TILE_ELEMENTS
-from splitzip_aio.codec.payload import SegmentHeader, parse_header
 from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.codec.slot_table import TOP16_TILE_ELEMENTS, Launch, SlotTable, table_capacity
 from splitzip_aio.codec.tensors import PayloadMeta
@@ -150,12 +150,12 @@ class GpuSplitZipDecoder:
             )
         if out.data_ptr() % _DESTINATION_ALIGN:
             raise InvalidArgumentError(f"out: expected an address that is a multiple of {_DESTINATION_ALIGN}")
-        starts = np.cumsum([0] + [header.decoded_bytes for header in headers])
         slot_bytes = payload.numel() + table_capacity(payload.numel())
         host = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=out.is_cuda)
         host[: payload.numel()] = payload
         view = host.numpy().data[payload.numel() :]
-        table = SlotTable.build(headers, sources, (out.data_ptr() + starts[:-1]).tolist(), view)
+        decoded = headers.fields["decoded_bytes"].astype(np.int64)
+        table = SlotTable.build(headers, sources, out.data_ptr() + np.cumsum(decoded) - decoded, view)
         used = payload.numel() + table.nbytes
         if not out.is_cuda:
             return PendingDecode(table, self.decode_slot(host, payload.numel(), table), None, "payload")
@@ -196,21 +196,19 @@ def _registers(schedule: Schedule | None) -> int:
     return 80 if schedule is not None and len(schedule.widths) <= 2 else 96
 
 
-def _parse(payload: torch.Tensor, meta: PayloadMeta) -> tuple[Sequence[SegmentHeader], Sequence[int]]:
+def _parse(payload: torch.Tensor, meta: PayloadMeta) -> tuple[SegmentHeaders, NDArray[np.int64]]:
     """Headers of a payload's segments, and where the segments start."""
     if payload.is_cuda or payload.dtype != torch.uint8 or payload.numel() != meta.compressed_bytes:
         raise InvalidArgumentError(
             f"payload: expected ({meta.compressed_bytes},) uint8 on the CPU, found {tuple(payload.shape)} "
             f"{payload.dtype} on {payload.device}"
         )
-    contents = payload.contiguous().numpy().data
-    headers, sources, start = [], [], 0
-    for number, size in enumerate(meta.segments):
-        where = f"payload, segment {number}"
-        headers.append(parse_header(contents[start : start + size], where=where))
-        sources.append(start)
-        start += size
-    if sum(header.decoded_bytes for header in headers) != meta.raw_bytes:
+    sizes = np.array(meta.segments, np.int64)
+    sources = np.cumsum(sizes) - sizes
+    headers = SegmentHeaders.parse(
+        payload.contiguous().numpy().data, sources, sizes, where=lambda place: f"payload, segment {place}"
+    )
+    if int(headers.fields["decoded_bytes"].sum(dtype=np.int64)) != meta.raw_bytes:
         raise CorruptDataError(
             f"payload does not decode to the {meta.raw_bytes} bytes of its meta; encode the tensor again"
         )

@@ -22,7 +22,7 @@ from splitzip_aio.codec.layout import (
 from splitzip_aio.codec.schedule import MAX_DEPTH, Method, Schedule
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError
 
-__all__ = ["MAGIC", "VERSION", "SegmentHeader", "parse_header"]
+__all__ = ["MAGIC", "VERSION", "SegmentHeader", "parse_header", "schedule_from_bytes"]
 
 MAGIC = b"SZPS"
 VERSION = 2
@@ -139,7 +139,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, *, where: str) -> Segme
             f"{VERSION} with 2**{_TILE_LOG2}; rebuild the cache or use the release that wrote it"
         )
     fmt = format_from_code(code)
-    schedule = _schedule(method, widths)
+    schedule = schedule_from_bytes(method, widths)
     if fmt is None or schedule is None or not schedule.applies_to(fmt):
         raise CorruptDataError(
             f"{where}: no such coding: format {code}, method {method}, widths {tuple(widths)}; rebuild the cache"
@@ -151,7 +151,8 @@ def parse_header(buffer: bytes | bytearray | memoryview, *, where: str) -> Segme
     return header
 
 
-def _schedule(method: int, widths: bytes) -> Schedule | None:
+def schedule_from_bytes(method: int, widths: bytes) -> Schedule | None:
+    """The schedule that a header's method and (4,) widths stand for; None if there is none."""
     try:
         return Schedule(_METHODS[method], tuple(widths.rstrip(b"\0")))
     except (KeyError, InvalidArgumentError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ __all__ = [
     "Method",
     "Schedule",
     "choose_schedule",
+    "count_bits",
     "encoded_bytes",
 ]
 
@@ -127,7 +129,7 @@ class Schedule:
             costs[list(codebooks[tier])] = sum(self.widths[1 : tier + 1])
         return costs
 
-    def tail_bounds(self, elements: int, escapes: int) -> tuple[int, int]:
+    def tail_bounds(self, elements: Size, escapes: Size) -> tuple[Size, Size]:
         """Fewest and most bits that the tail of a segment with these counts can have."""
         fixed = escapes * self.escape_bits
         deeper = sum(self.widths[1:])
@@ -177,13 +179,28 @@ def choose_schedule(
     """
     counts = np.asarray(histograms, np.int64).reshape(-1, 256)
     ranks = counts.sum(axis=0) if ranking is None else ranking
-    candidates = [candidate for candidate in CANDIDATES if candidate.applies_to(fmt)]
-    costs = [candidate.tail_costs(candidate.codebooks(ranks, fmt)) for candidate in candidates]
-    # A segment's tail is linear in its counts, so one product has them all; in float64, exact below 2**53, it is fast.
-    tails = (counts.astype(np.float64) @ np.array(costs, np.float64).T).astype(np.int64)
+    candidates = tuple(candidate for candidate in CANDIDATES if candidate.applies_to(fmt))
+    costs = np.empty((256, len(candidates)))
+    costs[np.argsort(-ranks, kind="stable")] = _costs_by_rank(candidates)
+    tails = count_bits(counts, costs)
     elements = counts.sum(axis=1)
     sizes = [
         int(candidate.layout(fmt, elements, tail_bits).segment_bytes.sum())
         for candidate, tail_bits in zip(candidates, tails.T, strict=True)
     ]
     return candidates[sizes.index(min(sizes))]
+
+
+def count_bits(histograms: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[np.int64]:
+    """(segments, n) sums over (segments, 256) exponents of their counts times their (256, n) costs.
+
+    A product of float64, which is exact below 2**53, is several times faster than one of integers.
+    """
+    return (histograms.astype(np.float64) @ costs).astype(np.int64)
+
+
+@lru_cache
+def _costs_by_rank(candidates: tuple[Schedule, ...]) -> NDArray[np.float64]:
+    """(256, candidates) tail bits of the most frequent exponent, the next, and so on."""
+    falling = np.arange(256, 0, -1)
+    return np.stack([each.tail_costs(each.codebooks(falling, BF16)) for each in candidates], axis=1).astype(np.float64)

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import BF16, ElementFormat
+from splitzip_aio.codec.headers import Coding, SegmentHeaders
 from splitzip_aio.codec.layout import TILE_ELEMENTS, align
-from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import CANDIDATES, TOP16, Method, Schedule
 
 __all__ = ["DESCRIPTOR_WORDS", "MAX_SLOT_SEGMENTS", "TOP16_TILE_ELEMENTS", "Launch", "SlotTable", "table_capacity"]
@@ -37,7 +37,6 @@ _DESCRIPTOR = np.dtype(
         ("elements", "<i4"),
         ("coding", "<i4"),  # place in CANDIDATES; -1 for a schedule outside it
         ("first_tile", "<i4"),  # of the segment, in its launch
-        ("format", "<i4"),
         ("high", "<i4"),
         ("codes", "<i4"),
         ("index", "<i4"),
@@ -45,8 +44,8 @@ _DESCRIPTOR = np.dtype(
         ("last_word", "<i4"),  # of the tail, that a code can start in
         ("decoded_bytes", "<i4"),
         ("escapes", "<i4"),
-        ("reserved", "<i4"),
-        ("codebooks", "V64"),
+        ("reserved", "<i4", (2,)),
+        ("codebooks", "u1", (64,)),
     ]
 )
 DESCRIPTOR_WORDS = {name: field[1] // 4 for name, field in (_DESCRIPTOR.fields or {}).items()}
@@ -86,84 +85,71 @@ class SlotTable:
     @classmethod
     def build(
         cls,
-        headers: Sequence[SegmentHeader],
-        sources: Sequence[int],
-        destinations: Sequence[int],
+        headers: SegmentHeaders,
+        sources: Sequence[int] | NDArray[np.int64],
+        destinations: Sequence[int] | NDArray[np.int64],
         view: memoryview,
     ) -> SlotTable:
         """Write the table of a slot's segments into ``view``.
 
         ``sources`` are byte offsets in the slot, multiples of 32; ``destinations`` device addresses, multiples of 16.
         """
-        groups = _groups(headers)
+        tiles = np.empty(len(headers), np.int64)
         descriptors = np.zeros(len(headers), _DESCRIPTOR)
+        descriptors["source"] = sources
+        descriptors["destination"] = destinations
+        for name in ("elements", "high", "codes", "index", "tail", "decoded_bytes", "escapes", "codebooks"):
+            descriptors[name] = headers.fields[name]
+        last_words = (headers.fields["tail_bits"].astype(np.int64) - 1) // 32
+        descriptors["last_word"] = np.maximum(last_words, 0)
+        for coding, members in headers.groups.items():
+            standard = coding.schedule in CANDIDATES
+            descriptors["coding"][members] = CANDIDATES.index(coding.schedule) if standard else -1
+            tiles[members] = -(-headers.fields["decoded_bytes"][members].astype(np.int64) // _tile_bytes(coding))
         owners, launches, first = [], [], 0
-        for (fmt, schedule), members in groups.items():
-            counts = np.array([_tiles(headers[i]) for i in members])
-            starts = np.cumsum(counts) - counts
-            for i, start in zip(members, starts.tolist(), strict=True):
-                descriptors[i] = _describe(headers[i], sources[i], destinations[i], start)
-            owners.append(np.repeat(np.array(members, "<i4"), counts))
-            launches.append(Launch(fmt, schedule, first, int(counts.sum())))
+        for (fmt, schedule), members in _launches(headers).items():
+            stops = np.cumsum(tiles[members])
+            descriptors["first_tile"][members] = stops - tiles[members]
+            owners.append(np.repeat(members.astype("<i4"), tiles[members]))
+            launches.append(Launch(fmt, schedule, first, int(stops[-1])))
             first += launches[-1].tiles
         results = descriptors.nbytes
-        tiles = results + 8 * len(headers)
+        owners_at = results + 8 * len(headers)
+        nbytes = owners_at + 4 * first
         table = np.frombuffer(view, np.uint8)
         table[:results] = descriptors.view(np.uint8)
-        table[results:tiles] = 0
-        nbytes = tiles + 4 * first
-        table[tiles:nbytes] = np.concatenate(owners).view(np.uint8)
-        sums = np.array([header.checksum for header in headers], np.uint64)
-        return cls(tuple(launches), results, tiles, nbytes, sums)
+        table[results:owners_at] = 0
+        table[owners_at:nbytes] = np.concatenate(owners).view(np.uint8)
+        return cls(tuple(launches), results, owners_at, nbytes, headers.fields["checksum"].copy())
 
     def failures(self, results: NDArray[np.uint64]) -> list[int]:
         """Indices of the segments whose checksum, from the device, is not what their header says."""
         return np.flatnonzero(results != self.checksums).tolist()
 
 
-def _tiles(header: SegmentHeader) -> int:
-    if header.schedule.method is Method.STORED:
-        return -(-header.decoded_bytes // _STORED_TILE_BYTES)
-    tile = TOP16_TILE_ELEMENTS if header.schedule.method is Method.TOP16 else TILE_ELEMENTS
-    return -(-header.elements // tile)
+def _tile_bytes(coding: Coding) -> int:
+    """Decoded bytes of one program's tile."""
+    if coding.schedule.method is Method.STORED:
+        return _STORED_TILE_BYTES
+    top16 = coding.schedule.method is Method.TOP16
+    return (TOP16_TILE_ELEMENTS if top16 else TILE_ELEMENTS) * coding.fmt.element_bytes
 
 
-def _groups(headers: Sequence[SegmentHeader]) -> dict[tuple[ElementFormat, Schedule | None], list[int]]:
+def _launches(headers: SegmentHeaders) -> dict[tuple[ElementFormat, Schedule | None], NDArray[np.intp]]:
     """Segments by launch. Stored ones, which any kernel copies, join the first."""
-    coded: dict[tuple[ElementFormat, Schedule | None], list[int]] = {}
-    stored = []
-    for i, header in enumerate(headers):
-        if header.schedule.method is Method.STORED:
-            stored.append(i)
+    stored: list[NDArray[np.intp]] = []
+    kinds: dict[tuple[ElementFormat, Schedule | None], list[tuple[Schedule, NDArray[np.intp]]]] = {}
+    for coding, members in headers.groups.items():
+        if coding.schedule.method is Method.STORED:
+            stored.append(members)
         else:
-            shared = header.schedule if header.schedule not in CANDIDATES else None
-            coded.setdefault((header.fmt, shared), []).append(i)
-    if not coded:
-        return {(BF16, TOP16): stored}
-    groups = {}
-    for (fmt, schedule), members in coded.items():
-        kinds = {headers[i].schedule for i in members}
-        groups[fmt, schedule or (kinds.pop() if len(kinds) == 1 else None)] = members
-    next(iter(groups.values())).extend(stored)
-    return groups
-
-
-def _describe(header: SegmentHeader, source: int, destination: int, first_tile: int) -> tuple[object, ...]:
-    places = header.layout
-    return (
-        source,
-        destination,
-        header.elements,
-        CANDIDATES.index(header.schedule) if header.schedule in CANDIDATES else -1,
-        first_tile,
-        header.fmt.code,
-        places.high,
-        places.codes,
-        places.index,
-        places.tail,
-        max((header.tail_bits - 1) // 32, 0),
-        header.decoded_bytes,
-        header.escapes,
-        0,
-        b"".join(book.ljust(16, b"\0") for book in header.codebooks).ljust(64, b"\0"),
-    )
+            own = coding.schedule if coding.schedule not in CANDIDATES else None
+            kinds.setdefault((coding.fmt, own), []).append((coding.schedule, members))
+    launches: dict[tuple[ElementFormat, Schedule | None], list[NDArray[np.intp]]] = {}
+    for (fmt, own), parts in kinds.items():
+        shared = own or (parts[0][0] if len(parts) == 1 else None)
+        launches[fmt, shared] = [members for _, members in parts]
+    if not launches:
+        launches[BF16, TOP16] = []
+    next(iter(launches.values())).extend(stored)
+    return {kind: np.concatenate(parts) for kind, parts in launches.items()}

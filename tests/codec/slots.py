@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import ElementFormat
 from splitzip_aio.codec.gpu import GpuSplitZipDecoder
-from splitzip_aio.codec.payload import parse_header
+from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.codec.slot_table import SlotTable, table_capacity
 from tests.codec.hostile import encode
@@ -47,24 +47,26 @@ def decode_slot(segments: Sequence[Bytes], *, device: str, damage: dict[int, int
     """
     starts = np.cumsum([0] + [segment.size for segment in segments])
     payload_bytes = int(starts[-1])
-    headers = [parse_header(segment.data, where=f"segment {i}") for i, segment in enumerate(segments)]
-    outputs = [
-        torch.full((header.decoded_bytes + GUARD + 16,), POISON, dtype=torch.uint8, device=device) for header in headers
-    ]
+    payload = np.concatenate(segments)
+    headers = SegmentHeaders.parse(
+        payload.data, starts[:-1], [segment.size for segment in segments], where=lambda i: f"segment {i}"
+    )
+    sizes = headers.fields["decoded_bytes"].tolist()
+    outputs = [torch.full((size + GUARD + 16,), POISON, dtype=torch.uint8, device=device) for size in sizes]
     skips = [-output.data_ptr() % 16 for output in outputs]
     slot = torch.zeros(payload_bytes + table_capacity(payload_bytes), dtype=torch.uint8)
-    slot[:payload_bytes] = torch.from_numpy(np.concatenate(segments))
+    slot[:payload_bytes] = torch.from_numpy(payload)
     for place, mask in (damage or {}).items():
         slot[place] ^= mask
     destinations = [output.data_ptr() + skip for output, skip in zip(outputs, skips, strict=True)]
-    table = SlotTable.build(headers, starts[:-1].tolist(), destinations, slot.numpy().data[payload_bytes:])
+    table = SlotTable.build(headers, starts[:-1], destinations, slot.numpy().data[payload_bytes:])
     results = GpuSplitZipDecoder().decode_slot(slot.to(device), payload_bytes, table)
     found = results.cpu().numpy().view(np.uint64)
     whole = [output.cpu().numpy()[skip:] for output, skip in zip(outputs, skips, strict=True)]
     return DecodedSlot(
         table,
-        [output[: header.decoded_bytes] for output, header in zip(whole, headers, strict=True)],
-        [output[header.decoded_bytes :][:GUARD] for output, header in zip(whole, headers, strict=True)],
+        [output[:size] for output, size in zip(whole, sizes, strict=True)],
+        [output[size:][:GUARD] for output, size in zip(whole, sizes, strict=True)],
         table.failures(found),
     )
 

@@ -8,6 +8,7 @@ import torch
 
 from splitzip_aio.codec.formats import BF16, F8_E5M2, F16, F32, RAW
 from splitzip_aio.codec.gpu import GpuSplitZipDecoder
+from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.layout import CHUNK_ELEMENTS, HEADER_BYTES, TILE_ELEMENTS
 from splitzip_aio.codec.payload import parse_header
 from splitzip_aio.codec.schedule import CANDIDATES, STORED, TOP16, Schedule
@@ -82,8 +83,8 @@ def test_hostile_index_is_followed_nowhere() -> None:
 
 def test_zeros_that_were_never_decoded_do_not_pass_for_decoded_zeros() -> None:
     segment = encode(np.zeros(4096, np.uint8), BF16, STORED)
-    header = parse_header(segment.data, where="segment")
-    table = SlotTable.build([header], [0], [16], memoryview(bytearray(table_capacity(segment.size))))
+    headers = SegmentHeaders.parse(segment.data, [0], [segment.size], where=str)
+    table = SlotTable.build(headers, [0], [16], memoryview(bytearray(table_capacity(segment.size))))
     assert table.failures(np.zeros(1, np.uint64)) == [0]
 
 
@@ -103,10 +104,10 @@ def test_decode_slot_into_and_its_verdict() -> None:
 def test_decode_in_place_through_a_stash() -> None:
     tensor = (torch.randn(3000) * 0.02).to(torch.bfloat16)
     payload, meta = encode_torch(tensor, schedule="2,3")
-    header = parse_header(payload.numpy().data, where="payload")
+    headers = SegmentHeaders.parse(payload.numpy().data, [0], [payload.numel()], where=str)
     target = torch.empty(meta.raw_bytes + table_capacity(meta.raw_bytes), dtype=torch.uint8)
     target[: payload.numel()] = payload
-    table = SlotTable.build([header], [0], [target.data_ptr()], target.numpy().data[payload.numel() :])
+    table = SlotTable.build(headers, [0], [target.data_ptr()], target.numpy().data[payload.numel() :])
     stash = torch.empty(payload.numel() + table.nbytes, dtype=torch.uint8)
     results = GpuSplitZipDecoder().decode_in_place(target, payload.numel(), table, stash)
     assert table.failures(results.numpy().view(np.uint64)) == []

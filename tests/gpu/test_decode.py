@@ -8,6 +8,7 @@ import torch
 
 from splitzip_aio.codec.formats import BF16, ElementFormat
 from splitzip_aio.codec.gpu import GpuSplitZipDecoder
+from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.layout import SEGMENT_ELEMENTS, TILE_ELEMENTS
 from splitzip_aio.codec.payload import parse_header
 from splitzip_aio.codec.schedule import CANDIDATES, STORED, TOP16, Schedule
@@ -77,7 +78,7 @@ def test_decoding_neither_allocates_nor_waits_nor_compiles_again() -> None:
         payload, meta = encode_torch((torch.randn(n) * 0.02).to(torch.bfloat16), schedule="2,2,3")
         out = torch.empty(n, dtype=torch.bfloat16, device="cuda")
         decoder.decode_slot_into(out, meta, payload).check()
-        headers = [parse_header(payload.numpy().data, where="payload")]
+        headers = SegmentHeaders.parse(payload.numpy().data, [0], [payload.numel()], where=str)
         view = bytearray(1 << 20)
         table = SlotTable.build(headers, [0], [out.data_ptr()], memoryview(view))
         slot = torch.cat([payload, torch.frombuffer(view, dtype=torch.uint8)]).cuda()
