@@ -40,8 +40,8 @@ Size = TypeVar("Size", int, NDArray[np.int64])
 
 
 def align(size: Size, alignment: int) -> Size:
-    """``size`` rounded up to a multiple of ``alignment``."""
-    return -(-size // alignment) * alignment
+    """``size`` rounded up to a multiple of ``alignment``, a power of two."""
+    return (size + (alignment - 1)) & -alignment
 
 
 @dataclass(frozen=True, slots=True)

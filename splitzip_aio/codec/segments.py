@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
-from splitzip_aio.codec.schedule import Schedule, choose_schedule
+from splitzip_aio.codec.schedule import Method, Schedule, choose_schedule, count_bits
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = ["SegmentPlan", "decoded_segment_bytes", "plan_segments", "segment_spans"]
@@ -34,12 +34,15 @@ def segment_spans(decoded_bytes: int, fmt: ElementFormat) -> Iterator[tuple[int,
 class SegmentPlan:
     """How a tensor is coded, known from its histograms before any of it is encoded.
 
-    ``codebooks`` has one entry per tier, shared by all segments; ``segments`` their exact encoded sizes in bytes.
+    ``codebooks`` has one entry per tier, shared by all segments; ``segments`` their exact encoded sizes in bytes,
+    ``tail_bits`` and ``escapes`` what their headers will state.
     """
 
     schedule: Schedule
     codebooks: tuple[bytes, ...]
     segments: tuple[int, ...]
+    tail_bits: tuple[int, ...]
+    escapes: tuple[int, ...]
 
 
 def plan_segments(
@@ -64,5 +67,9 @@ def plan_segments(
         ranking = counts.sum(axis=0)
     chosen = schedule or choose_schedule(fmt, counts, ranking=ranking)
     codebooks = chosen.codebooks(ranking, fmt)
-    places = chosen.layout(fmt, counts.sum(axis=1), counts @ chosen.tail_costs(codebooks))
-    return SegmentPlan(chosen, codebooks, tuple(places.segment_bytes.tolist()))
+    escaped = np.full(256, chosen.method is not Method.STORED)
+    escaped[list(b"".join(codebooks))] = False
+    costs = np.stack([chosen.tail_costs(codebooks), escaped], axis=1).astype(np.float64)
+    tail_bits, escapes = count_bits(counts, costs).T
+    sizes = chosen.layout(fmt, counts.sum(axis=1), tail_bits).segment_bytes
+    return SegmentPlan(chosen, codebooks, tuple(sizes.tolist()), tuple(tail_bits.tolist()), tuple(escapes.tolist()))

@@ -1,0 +1,143 @@
+"""GPU encoding of tensors: what ``encode_torch`` does, byte for byte, at the speed of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from splitzip_aio.codec.codebook import SplitZipCodebook
+from splitzip_aio.codec.dtypes import flat_contents
+from splitzip_aio.codec.formats import RAW, element_format
+from splitzip_aio.codec.gpu_segments import DeviceContents, DeviceSegments, GpuSegmentEncoder
+from splitzip_aio.codec.schedule import Schedule
+from splitzip_aio.codec.segments import SegmentPlan, decoded_segment_bytes, plan_segments
+from splitzip_aio.codec.tensors import PayloadMeta
+
+__all__ = ["DevicePayloads", "GpuSplitZipEncoder"]
+
+_BATCH_BYTES = 256 << 20
+_NO_SEGMENTS: NDArray[np.int64] = np.zeros((0, 256), np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePayloads:
+    """Payloads on the device, one after another, complete but for the headers of their segments.
+
+    ``segments`` is None where none of the tensors has elements.
+    """
+
+    metas: tuple[PayloadMeta, ...]
+    segments: DeviceSegments | None
+
+    def to_host(self) -> list[tuple[torch.Tensor, PayloadMeta]]:
+        """Each payload, (compressed_bytes,) uint8 in pinned host memory, with its meta. Waits for the device.
+
+        Raises:
+            SourceChangedError: someone wrote to a tensor while it was encoded.
+        """
+        size = sum(meta.compressed_bytes for meta in self.metas)
+        pin = self.segments is not None and self.segments.buffer.is_cuda
+        payloads = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+        if self.segments is not None:
+            self.segments.to_host(payloads)
+        parts = payloads.split([meta.compressed_bytes for meta in self.metas])
+        return list(zip(parts, self.metas, strict=True))
+
+
+class GpuSplitZipEncoder:
+    """Encodes tensors on a CUDA device, or in Triton's interpreter on the CPU; the counterpart of ``encode_torch``.
+
+    Counting, the choice of the schedule and encoding run on the device; the host plans from the counts, and completes
+    headers with digests once the payload has arrived in its memory. Payloads are equal to the CPU's.
+
+    Args:
+        device: where to encode; tensors elsewhere are copied there.
+
+    Raises:
+        UnsupportedError: Triton is not installed, or there is neither a CUDA device nor the interpreter.
+    """
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        self._segments = GpuSegmentEncoder(device)
+
+    def encode(
+        self, tensor: torch.Tensor, *, schedule: Schedule | str | Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, PayloadMeta]:
+        """Encode a tensor losslessly; returns the payload, (compressed_bytes,) uint8 in host memory, and its meta.
+
+        ``tensor`` is dense, of any shape, strides, device and dtype that safetensors has. ``schedule`` (``"2,2,3"``,
+        ``"top16"``, ``"stored"``) defaults to the one with the fewest bytes.
+
+        Raises:
+            InvalidArgumentError: the schedule names none or cannot code this dtype.
+            SourceChangedError: someone wrote to the tensor while it was encoded.
+            UnsupportedError: safetensors has no such dtype, or the tensor is not dense.
+        """
+        return self.encode_on_device([tensor], schedule=schedule).to_host()[0]
+
+    def encode_batch(
+        self, tensors: Iterable[torch.Tensor], *, schedule: Schedule | str | Sequence[int] | None = None
+    ) -> Iterator[tuple[torch.Tensor, PayloadMeta]]:
+        """:meth:`encode` each tensor, many small ones at once.
+
+        Device memory stays at 512 MiB for encoding, or twice the largest tensor, however many there are.
+        """
+        for batch in _batches(tensors):
+            yield from self.encode_on_device(batch, schedule=schedule).to_host()
+
+    def encode_on_device(
+        self, tensors: Sequence[torch.Tensor], *, schedule: Schedule | str | Sequence[int] | None = None
+    ) -> DevicePayloads:
+        """Encode tensors and leave the payloads on the device, for :meth:`DevicePayloads.to_host`.
+
+        The host waits for the exponent counts, then goes on while the device encodes. Raises what :meth:`encode` does,
+        and ``to_host`` the rest.
+        """
+        wanted = None if schedule is None else Schedule.parse(schedule)
+        flat = [flat_contents(tensor, self._segments.device) for tensor in tensors]
+        contents = [_contents(dtype, data) for dtype, _, data in flat if data.numel()]
+        if not contents:
+            return DevicePayloads(tuple(_plan(dtype, shape, _NO_SEGMENTS, wanted)[0] for dtype, shape, _ in flat), None)
+        pending = self._segments.count(contents)
+        room = self._segments.room(contents)
+        remaining = iter(pending.wait())
+        metas, plans = [], []
+        for dtype, shape, data in flat:
+            meta, plan = _plan(dtype, shape, next(remaining) if data.numel() else _NO_SEGMENTS, wanted)
+            metas.append(meta)
+            if data.numel():
+                plans.append(plan)
+        return DevicePayloads(tuple(metas), self._segments.encode(contents, plans, pending.tiles, room))
+
+
+def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if batch and size + nbytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(tensor)
+        size += nbytes
+    if batch:
+        yield batch
+
+
+def _contents(dtype: str, data: torch.Tensor) -> DeviceContents:
+    fmt = element_format(dtype)
+    return DeviceContents.of(data, fmt, decoded_segment_bytes(fmt))
+
+
+def _plan(
+    dtype: str, shape: tuple[int, ...], counts: NDArray[np.int64], schedule: Schedule | None
+) -> tuple[PayloadMeta, SegmentPlan]:
+    fmt = element_format(dtype)
+    codebook = None if fmt == RAW else SplitZipCodebook.from_histogram(counts.sum(axis=0), fmt)
+    ranking = codebook.ranking if codebook else None
+    plan = plan_segments(fmt, counts, schedule=schedule, ranking=ranking)
+    return PayloadMeta(dtype, shape, plan.schedule, codebook, plan.segments), plan

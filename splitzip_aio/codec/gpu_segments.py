@@ -1,0 +1,258 @@
+"""Segments encoded on a GPU: counts of exponents first, then, by a plan made from them, the segments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from splitzip_aio.codec.checksum import GROUP, GROUP_BYTES
+from splitzip_aio.codec.encode_table import WINDOW_EXPONENTS, EncodeLaunch, EncodeTable, Stretch
+from splitzip_aio.codec.formats import RAW, ElementFormat
+from splitzip_aio.codec.gpu import triton_available
+from splitzip_aio.codec.layout import HEADER_BYTES
+from splitzip_aio.codec.payload import SegmentHeader
+from splitzip_aio.codec.schedule import MAX_DEPTH, STORED
+from splitzip_aio.codec.segments import SegmentPlan
+from splitzip_aio.errors import SourceChangedError, UnsupportedError
+
+__all__ = ["DeviceContents", "DeviceSegments", "GpuSegmentEncoder", "PendingCounts", "TileCounts"]
+
+_SOURCE_ALIGN = 16
+# Registers a thread may use: fewer hold more warps in flight, more avoid spills.
+_REGISTERS = 96
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceContents:
+    """Elements on the device to be cut into segments: all of a tensor, or whole segments of it.
+
+    ``data`` is (nbytes,) uint8, contiguous, at an address that is a multiple of 16; ``segment_bytes`` are the decoded
+    bytes of each segment but the last.
+    """
+
+    data: torch.Tensor
+    fmt: ElementFormat
+    segment_bytes: int
+
+    @classmethod
+    def of(cls, data: torch.Tensor, fmt: ElementFormat, segment_bytes: int) -> DeviceContents:
+        """Contents of ``data``, which is copied if its address is unsuitable."""
+        return cls(data.clone() if data.data_ptr() % _SOURCE_ALIGN else data, fmt, segment_bytes)
+
+    @property
+    def stretch(self) -> Stretch:
+        """Where the elements are."""
+        return Stretch(self.fmt, self.data.data_ptr(), self.data.numel(), self.segment_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class TileCounts:
+    """What counting leaves on the device to spare encoding another look at the elements; see ``kernels/count.py``.
+
+    ``windows`` is (tiles, WINDOW_EXPONENTS) int16, ``bottoms`` (tiles,) int32.
+    """
+
+    windows: torch.Tensor
+    bottoms: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCounts:
+    """Exponent counts on their way to the host, which may do other things until it asks for them.
+
+    ``ready`` is None in the interpreter, where all is done already.
+    """
+
+    tiles: TileCounts
+    stretches: tuple[Stretch, ...]
+    counts: torch.Tensor
+    ready: torch.cuda.Event | None
+
+    def wait(self) -> list[NDArray[np.int64]]:
+        """(segments, 256) counts of each of the contents, as ``cpu.histogram`` gives them."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        found = self.counts.numpy().astype(np.int64)
+        parts = np.split(found, np.cumsum([stretch.segments for stretch in self.stretches])[:-1])
+        for stretch, part in zip(self.stretches, parts, strict=True):
+            if stretch.fmt == RAW:
+                part[:, 0] = stretch.decoded_bytes()
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSegments:
+    """Encoded segments on the device, one after another, complete but for their headers, which are zero.
+
+    ``buffer`` is (bytes,) uint8; ``found`` (2, segments) int64 are the sums of the decoded bytes' checksums and the
+    bits of the tails as the device found them.
+    """
+
+    buffer: torch.Tensor
+    found: torch.Tensor
+    stretches: tuple[Stretch, ...]
+    plans: tuple[SegmentPlan, ...]
+
+    def to_host(self, out: torch.Tensor) -> None:
+        """Copy the segments to ``out``, (bytes,) uint8 on the CPU, better pinned, and write their headers there.
+
+        Digests are computed from the bytes that have arrived, so they cover what goes to disk; checksums are those of
+        the elements as the device read them.
+
+        Raises:
+            SourceChangedError: someone wrote to the elements between counting and encoding.
+        """
+        out.copy_(self.buffer)
+        sums, tail_bits = self.found.cpu().numpy()
+        if tail_bits.tolist() != [bits for plan in self.plans for bits in plan.tail_bits]:
+            raise SourceChangedError("a tensor changed while it was encoded; encode again once nothing writes to it")
+        segments: NDArray[np.uint8] = out.numpy()
+        remaining = iter(sums.tolist())
+        stop = 0
+        for stretch, plan in zip(self.stretches, self.plans, strict=True):
+            for place, nbytes in enumerate(stretch.decoded_bytes().tolist()):
+                start, stop = stop, stop + plan.segments[place]
+                header = _header(stretch.fmt, plan, place, nbytes, next(remaining), segments[start:stop])
+                segments[start : start + HEADER_BYTES] = np.frombuffer(header.pack(), np.uint8)
+
+
+def _header(
+    fmt: ElementFormat, plan: SegmentPlan, place: int, nbytes: int, terms: int, segment: NDArray[np.uint8]
+) -> SegmentHeader:
+    """Header of segment ``place`` of a plan, which decodes to ``nbytes`` bytes; ``terms`` add up to their checksum."""
+    groups = -(-nbytes // GROUP_BYTES)
+    return SegmentHeader(
+        fmt=fmt,
+        schedule=plan.schedule,
+        elements=nbytes // fmt.element_bytes,
+        escapes=plan.escapes[place],
+        tail_bits=plan.tail_bits[place],
+        checksum=(terms + groups * GROUP) % 2**64,
+        digest=xxhash.xxh3_64_intdigest(segment[HEADER_BYTES:].data),
+        codebooks=plan.codebooks,
+    )
+
+
+class GpuSegmentEncoder:
+    """Counts exponents and encodes segments on a CUDA device, or in Triton's interpreter on the CPU.
+
+    All work goes to the device's current stream. Scratch memory is under 1% of the elements given at a time.
+
+    Raises:
+        UnsupportedError: Triton is not installed, or there is neither a CUDA device nor the interpreter.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        if not triton_available():
+            raise UnsupportedError(
+                "encoding on a GPU needs Triton (pip install triton) and a CUDA device; use device='cpu' here"
+            )
+        from splitzip_aio.codec.kernels import count, encode
+
+        self.device = torch.device(device)
+        self._ptx = self.device.type == "cuda" and torch.version.hip is None
+        self._count: Any = count.count_exponents_kernel
+        self._measure: Any = count.measure_tiles_kernel
+        self._encode: Any = encode.encode_segments_kernel
+        self._copy: Any = encode.copy_segments_kernel
+
+    def count(self, contents: Sequence[DeviceContents]) -> PendingCounts:
+        """Start to count the exponents of every segment of ``contents``; they must not change until encoded."""
+        stretches = tuple(each.stretch for each in contents)
+        table = EncodeTable.to_count(stretches)
+        base = self._upload(table)
+        tiles = self._tile_counts(table)
+        counts = torch.zeros((table.segments, 256), dtype=torch.int32, device=self.device)
+        for launch in table.launches:
+            self._launch(self._count, launch, table, base, counts, tiles.windows, tiles.bottoms)
+        if self.device.type != "cuda":
+            return PendingCounts(tiles, stretches, counts, None)
+        found = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+        return PendingCounts(tiles, stretches, found, ready)
+
+    def room(self, contents: Sequence[DeviceContents]) -> torch.Tensor:
+        """Zeroed memory for segments that are not larger than stored ones; best asked for while counts are pending."""
+        return torch.zeros(sum(each.stretch.stored_bytes for each in contents), dtype=torch.uint8, device=self.device)
+
+    def encode(
+        self,
+        contents: Sequence[DeviceContents],
+        plans: Sequence[SegmentPlan],
+        tiles: TileCounts | None = None,
+        room: torch.Tensor | None = None,
+    ) -> DeviceSegments:
+        """Encode every segment of ``contents``, each by its plan, made from what :meth:`count` found.
+
+        The host does not wait for the device; :meth:`DeviceSegments.to_host` does. Without the ``tiles`` that counting
+        the same contents gave, elements are read twice; ``room`` is :meth:`room`'s, used once.
+        """
+        stretches = tuple(each.stretch for each in contents)
+        table = EncodeTable.to_encode(stretches, plans)
+        base = self._upload(table)
+        starts = self._starts(table, base, tiles or self._tile_counts(table))
+        size = sum(sum(plan.segments) for plan in plans)
+        if room is None or room.numel() < size:
+            room = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        out = room[:size]
+        found = torch.zeros((2, table.segments), dtype=torch.int64, device=self.device)
+        for launch in table.launches:
+            if launch.schedule == STORED:
+                self._launch(self._copy, launch, table, base, out, found)
+            else:
+                options = {**_widths(launch), "PTX": self._ptx}
+                self._launch(self._encode, launch, table, base, starts, out, found, table.segments, **options)
+        return DeviceSegments(out, found, stretches, tuple(plans))
+
+    def _starts(self, table: EncodeTable, base: torch.Tensor, tiles: TileCounts) -> torch.Tensor:
+        """(rows + 1,) int64: where the tail of each tile starts, in bits and counted through all segments."""
+        sizes = torch.zeros(table.rows, dtype=torch.int32, device=self.device)
+        starts = torch.zeros(table.rows + 1, dtype=torch.int64, device=self.device)
+        for launch in table.launches:
+            if launch.schedule != STORED:
+                self._launch(self._measure, launch, table, base, tiles.windows, tiles.bottoms, sizes)
+        torch.cumsum(sizes, 0, dtype=torch.int64, out=starts[1:])
+        return starts
+
+    def _tile_counts(self, table: EncodeTable) -> TileCounts:
+        """Room for counts of tiles, none of which are known."""
+        windows = torch.empty((table.rows, WINDOW_EXPONENTS), dtype=torch.int16, device=self.device)
+        return TileCounts(windows, torch.full((table.rows,), -1, dtype=torch.int32, device=self.device))
+
+    def _launch(
+        self, kernel: Any, launch: EncodeLaunch, table: EncodeTable, base: torch.Tensor, *args: Any, **options: Any
+    ) -> None:
+        if kernel is not self._copy:
+            options.update(_bits(launch.fmt))
+        if self._ptx:
+            options["maxnreg"] = _REGISTERS
+        with self._on_device():
+            kernel[(launch.tiles,)](base, table.descriptors, launch.first, *args, num_warps=1, **options)
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _upload(self, table: EncodeTable) -> torch.Tensor:
+        host = torch.empty(table.contents.size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        host.numpy()[:] = table.contents
+        return host.to(self.device, non_blocking=True)
+
+
+def _bits(fmt: ElementFormat) -> dict[str, int]:
+    """An element format as kernels take it."""
+    return {"BYTES": fmt.element_bytes, "EXPONENT_BITS": fmt.exponent_bits, "MANTISSA_BITS": fmt.mantissa_bits}
+
+
+def _widths(launch: EncodeLaunch) -> dict[str, int]:
+    """A schedule as kernels take it."""
+    widths = launch.schedule.widths if launch.schedule else ()
+    padded = (*widths, *[0] * MAX_DEPTH)
+    return {f"W{tier}": padded[tier] for tier in range(MAX_DEPTH)}
