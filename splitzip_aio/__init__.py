@@ -43,10 +43,12 @@ if TYPE_CHECKING:
         Schedule,
         SplitZipCodebook,
         calibrate_codebook,
+        decode_torch,
         encode_torch,
         triton_available,
     )
     from splitzip_aio.drivers import open_driver
+    from splitzip_aio.timeline import Timeline
     from splitzip_aio.transport import Lease, Transport, open_transport
 
 __version__ = "0.1.0"
@@ -81,6 +83,7 @@ __all__ = [
     "SplitZipError",
     "SplitZipShardCache",
     "SplitZipShardCacheBuilder",
+    "Timeline",
     "Transport",
     "TransportError",
     "UnknownLayerError",
@@ -89,6 +92,7 @@ __all__ = [
     "__version__",
     "build_cache",
     "calibrate_codebook",
+    "decode_torch",
     "encode_torch",
     "open_driver",
     "open_transport",
@@ -106,10 +110,12 @@ _LAZY = {
         "Schedule",
         "SplitZipCodebook",
         "calibrate_codebook",
+        "decode_torch",
         "encode_torch",
         "triton_available",
     ),
     "drivers": ("open_driver",),
+    "timeline": ("Timeline",),
     "transport": ("Lease", "Transport", "open_transport"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
