@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias
 
+from splitzip_aio.timeline import Stage
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,10 +23,14 @@ __all__ = [
     "IOMode",
     "ReadDriver",
     "SegmentPlacement",
+    "StageTrace",
 ]
 
 IOMode: TypeAlias = Literal["auto", "direct", "buffered"]
 """How a file is read: past the page cache, through it, or the first of the two that works."""
+
+StageTrace: TypeAlias = Callable[[Stage, float, float], None]
+"""Called with a stage that a slot went through, and when that began and ended, in seconds of ``time.perf_counter``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +238,11 @@ class Arena(ABC):
 
     Attributes:
         max_segments: how many segments a slot may hold at most.
+        decodes_in_place: slots are decoded from where they are, and not copied first.
     """
 
     max_segments: ClassVar[int]
+    decodes_in_place: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -270,6 +278,7 @@ class Arena(ABC):
         segments: Sequence[SegmentPlacement],
         *,
         drained: Callable[[], None],
+        trace: StageTrace | None = None,
     ) -> Fence | None:
         """Decode the segments of a slot into the arena and check them.
 
@@ -278,6 +287,7 @@ class Arena(ABC):
             payload_bytes: how much of it was read.
             segments: at least one, at most :attr:`max_segments`; their destinations are allocated.
             drained: called once, as soon as the slot may be filled again, and before this returns or raises.
+            trace: called with the times of each stage, in this task, before this returns; left out where it raises.
 
         Returns:
             What a stream must wait for before it uses the result; None where there is nothing to wait for.

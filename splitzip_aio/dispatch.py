@@ -10,6 +10,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from splitzip_aio.abc import Arena, SegmentPlacement
 from splitzip_aio.errors import SplitZipError
 from splitzip_aio.loading import FilledSlot
+from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import StagingRing
 
 __all__ = ["Dispatcher"]
@@ -25,6 +26,7 @@ class Dispatcher:
         ring: where the slots are from.
         packs: names of the packs by index, for errors.
         source: where filled slots come from.
+        clock: told of each upload; by default nobody is.
 
     Attributes:
         wire_bytes: bytes of the segments decoded so far.
@@ -37,6 +39,8 @@ class Dispatcher:
         ring: StagingRing,
         packs: Sequence[str],
         source: MemoryObjectReceiveStream[FilledSlot],
+        *,
+        clock: StageClock | None = None,
     ) -> None:
         self.wire_bytes = 0
         self.decoded_bytes = 0
@@ -44,6 +48,7 @@ class Dispatcher:
         self._ring = ring
         self._packs = packs
         self._source = source
+        self._clock = clock or StageClock()
 
     async def run(self) -> None:
         """Upload until the prefetcher closes its end, and wait for what was begun."""
@@ -59,16 +64,24 @@ class Dispatcher:
     async def _upload(self, filled: FilledSlot) -> None:
         slot, read, load = filled.slot, filled.read, filled.load
         placements = list(self._placements(filled))
-        try:
-            fence = await self._arena.upload(
-                slot.memory, read.nbytes, placements, drained=lambda: self._ring.release(slot)
-            )
-        except SplitZipError as error:
-            load.settle(error=error)
-        else:
-            self.wire_bytes += sum(segment.nbytes for segment in placements)
-            self.decoded_bytes += sum(segment.decoded_bytes for segment in placements)
-            load.settle(fence=fence)
+        decoded_bytes = sum(segment.decoded_bytes for segment in placements)
+        in_place = self._arena.decodes_in_place
+        with self._clock.upload(load.plan.name, slot.index, read.nbytes, decoded_bytes, in_place=in_place) as upload:
+
+            def drained() -> None:
+                self._ring.release(slot)
+                upload.drained()
+
+            try:
+                fence = await self._arena.upload(
+                    slot.memory, read.nbytes, placements, drained=drained, trace=upload.trace
+                )
+            except SplitZipError as error:
+                load.settle(error=error)
+            else:
+                self.wire_bytes += sum(segment.nbytes for segment in placements)
+                self.decoded_bytes += decoded_bytes
+                load.settle(fence=fence)
 
     def _placements(self, filled: FilledSlot) -> Iterator[SegmentPlacement]:
         read, base = filled.read, filled.load.base

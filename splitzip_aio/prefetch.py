@@ -12,6 +12,7 @@ from splitzip_aio.abc import FileHandle, ReadDriver
 from splitzip_aio.errors import CorruptDataError, SplitZipError
 from splitzip_aio.loading import FilledSlot, Load
 from splitzip_aio.plan import PlannedRead
+from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import Slot, StagingRing
 
 __all__ = ["Prefetcher"]
@@ -29,6 +30,7 @@ class Prefetcher:
         files: packs by index, opened by ``driver``; None for one that is missing.
         packs: their paths, for errors.
         output: where filled slots go; it has room for every slot, so the ring alone holds reading back.
+        clock: told of each wait; by default nobody is.
     """
 
     def __init__(
@@ -38,12 +40,15 @@ class Prefetcher:
         files: Sequence[FileHandle | None],
         packs: Sequence[str],
         output: MemoryObjectSendStream[FilledSlot],
+        *,
+        clock: StageClock | None = None,
     ) -> None:
         self._driver = driver
         self._ring = ring
         self._files = files
         self._packs = packs
         self._output = output
+        self._clock = clock or StageClock()
         self._loads: deque[Load] = deque()
         self._wake = anyio.Event()
         self._closing = False
@@ -62,7 +67,8 @@ class Prefetcher:
         """Fill slots until :meth:`close`; then close the output."""
         async with self._output, anyio.create_task_group() as group:
             while await self._wait_for_load():
-                slot = await self._ring.acquire()
+                with self._clock.slot_wait():
+                    slot = await self._ring.acquire()
                 load = self._next_load()
                 if load is None:
                     self._ring.release(slot)
@@ -87,7 +93,8 @@ class Prefetcher:
     async def _fill(self, slot: Slot, load: Load, read: PlannedRead) -> None:
         sent = False
         try:
-            await self._read(slot, load, read)
+            with self._clock.read(load.plan.name, slot.index, read.nbytes):
+                await self._read(slot, load, read)
             self._ring.mark_ready(slot)
             self._output.send_nowait(FilledSlot(slot, read, load))
             sent = True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from splitzip_aio.abc import ArenaStatistics, DriverStatistics
 
-__all__ = ["ResidencyStatistics", "RingStatistics", "TransportStatistics"]
+__all__ = ["ResidencyStatistics", "RingStatistics", "TimeStatistics", "TransportStatistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,32 @@ class ResidencyStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeStatistics:
+    """What a transport waited for since it was opened, in seconds that add up to that time.
+
+    At each instant it is one of these: the furthest stage downstream that has a backlog, that is two slots or more, or
+    one and no work behind it. Times are those at which the event loop learned of things.
+
+    Attributes:
+        disk_s: for reads, while no more than one slot was being copied or decoded.
+        slot_s: for a free slot: reads were queued and none was under way, and no more than one slot was being copied
+            or decoded. A larger ring would help.
+        copy_s: for slots to be copied to the device, each counted from when it was filled until its copy was done.
+            Zero on the CPU, where slots are decoded from where they are.
+        decode_s: for slots to be decoded, each counted from the end of its copy until its checksums were there; on the
+            CPU from when it was filled.
+        consumer_s: for whoever uses the layers: nothing was on its way, either because nothing was asked for or
+            foreseen, or because the arena was full of layers in use.
+    """
+
+    disk_s: float
+    slot_s: float
+    copy_s: float
+    decode_s: float
+    consumer_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class TransportStatistics:
     """A snapshot of a transport.
 
@@ -86,6 +112,7 @@ class TransportStatistics:
         ring: the staging ring.
         arena: the memory that layers are decoded into.
         residency: the layers in it.
+        time: what was waited for, and how long.
         layers: layers in the cache.
         direct_files: packs that are read past the page cache.
         files: packs.
@@ -99,6 +126,7 @@ class TransportStatistics:
     ring: RingStatistics
     arena: ArenaStatistics
     residency: ResidencyStatistics
+    time: TimeStatistics
     layers: int
     direct_files: int
     files: int

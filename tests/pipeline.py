@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import anyio
 import torch
 
-from splitzip_aio.abc import Arena, ArenaStatistics, DriverStatistics, Fence, FileHandle, ReadDriver, SegmentPlacement
+from splitzip_aio.abc import Arena, ArenaStatistics, DriverStatistics, Fence, FileHandle, ReadDriver, SegmentPlacement, StageTrace
 from splitzip_aio.loading import Load
 from splitzip_aio.plan import LayerPlan, PlannedRead, PlannedSegment
 
@@ -40,6 +40,9 @@ class FakeFile(FileHandle):
     def __init__(self, path: str, size: int) -> None:
         self.path = path
         self.size = size
+
+    def handle(self, offset: int, nbytes: int) -> FileHandle:
+        return self
 
     @property
     def closed(self) -> bool:
@@ -101,6 +104,7 @@ class FakeArena(Arena):
         segments: Sequence[SegmentPlacement],
         *,
         drained: Callable[[], None],
+        trace: StageTrace | None = None,
     ) -> Fence | None:
         self.uploads.append(segments)
         try:

@@ -15,9 +15,10 @@ PACKAGE = ROOT / "splitzip_aio"
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"abc", "memory", "units"}),
+    frozenset({"memory", "timeline", "units"}),
+    frozenset({"abc"}),
     frozenset({"telemetry"}),
-    frozenset({"codec"}),
+    frozenset({"codec", "stages"}),
     frozenset({"cache", "drivers"}),
     frozenset({"arena", "plan", "staging"}),
     frozenset({"loading"}),

@@ -12,6 +12,7 @@ the checksums, and only then is anything handed out.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,11 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitzip_aio.abc import Fence, SegmentPlacement
+from splitzip_aio.abc import Fence, SegmentPlacement, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
+from splitzip_aio.timeline import Stage
 
 __all__ = ["CudaArena"]
 
@@ -43,12 +45,16 @@ class _Landing:
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    """A slot on its way: its table, and the checksums that the device found, valid after ``ready``."""
+    """A slot on its way: its table, and the checksums that the device found, valid after ``ready``.
+
+    ``starts`` are those of copy and decode, where someone wants to know the times.
+    """
 
     table: SlotTable
     verdict: torch.Tensor
     copied: torch.cuda.Event
     ready: torch.cuda.Event
+    starts: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
 class CudaArena(BufferArena):
@@ -79,6 +85,7 @@ class CudaArena(BufferArena):
         for stream in (self._copy_stream, self._upload_stream):
             stream.wait_stream(torch.cuda.current_stream(device))
         self._verdicts: list[torch.Tensor] = []
+        self._clock: _DeviceClock | None = None
         # One thread for each stream, and not anyio's: user code that fills those must not stop streaming.
         self._limiter = anyio.CapacityLimiter(2)
         self._copies = anyio.Lock()
@@ -96,14 +103,17 @@ class CudaArena(BufferArena):
         segments: Sequence[SegmentPlacement],
         *,
         drained: Callable[[], None],
+        trace: StageTrace | None = None,
     ) -> Fence | None:
         """Decode the segments of a slot into the arena and check them; see :meth:`splitzip_aio.abc.Arena.upload`."""
         try:
-            upload = self._begin(memory, payload_bytes, segments)
+            upload = self._begin(memory, payload_bytes, segments, timed=trace is not None)
             await self._reach(upload.copied, self._copies)
         finally:
             drained()
         await self._reach(upload.ready, self._decodes)
+        if trace is not None:
+            self._report(upload, trace)
         found = upload.verdict[: len(segments)].numpy().view(np.uint64).copy()
         self._verdicts.append(upload.verdict)
         for place in upload.table.failures(found):
@@ -130,33 +140,49 @@ class CudaArena(BufferArena):
         self._landing.clear()
         self._verdicts.clear()
 
-    def _begin(self, memory: memoryview, payload_bytes: int, segments: Sequence[SegmentPlacement]) -> _Upload:
+    def _begin(
+        self, memory: memoryview, payload_bytes: int, segments: Sequence[SegmentPlacement], *, timed: bool
+    ) -> _Upload:
         """Check the headers, complete the slot by its table, and give copy and decode to the streams."""
+        if timed and self._clock is None:
+            self._clock = _DeviceClock(self._copy_stream)
         destinations = np.array([segment.destination for segment in segments])
         headers = _checked_headers(memory[:payload_bytes], segments, destinations)
         sources = [segment.source for segment in segments]
         table = SlotTable.build(headers, sources, self.buffer.data_ptr() + destinations, memory[payload_bytes:])
         landing = self._landing[self._next_landing]
         self._next_landing = (self._next_landing + 1) % len(self._landing)
-        copied = self._copy(landing, memory[: payload_bytes + table.nbytes])
+        copy_start, copied = self._copy(landing, memory[: payload_bytes + table.nbytes], timed=timed)
         verdict = self._verdicts.pop() if self._verdicts else _new_verdict()
         with torch.cuda.stream(self._upload_stream):
             copied.wait()
+            decode_start = _start(timed=timed)
             results = self._decoder.decode_slot(landing.buffer, payload_bytes, table)
             verdict[: len(segments)].copy_(results, non_blocking=True)
-            landing.read = torch.cuda.Event(blocking=True)
+            landing.read = torch.cuda.Event(blocking=True, enable_timing=timed)
             landing.read.record()
-        return _Upload(table, verdict, copied, landing.read)
+        starts = None if copy_start is None or decode_start is None else (copy_start, decode_start)
+        return _Upload(table, verdict, copied, landing.read, starts)
 
-    def _copy(self, landing: _Landing, memory: memoryview) -> torch.cuda.Event:
+    def _copy(
+        self, landing: _Landing, memory: memoryview, *, timed: bool
+    ) -> tuple[torch.cuda.Event | None, torch.cuda.Event]:
         source = torch.frombuffer(memory, dtype=torch.uint8)
-        copied = torch.cuda.Event(blocking=True)
+        copied = torch.cuda.Event(blocking=True, enable_timing=timed)
         with torch.cuda.stream(self._copy_stream):
             if landing.read is not None:
                 landing.read.wait()
+            start = _start(timed=timed)
             landing.buffer[: len(memory)].copy_(source, non_blocking=True)
             copied.record()
-        return copied
+        return start, copied
+
+    def _report(self, upload: _Upload, trace: StageTrace) -> None:
+        """Say when a finished upload was copied and decoded."""
+        if self._clock is not None and upload.starts is not None:
+            copy_start, decode_start = upload.starts
+            trace(Stage.COPY, self._clock.seconds(copy_start), self._clock.seconds(upload.copied))
+            trace(Stage.DECODE, self._clock.seconds(decode_start), self._clock.seconds(upload.ready))
 
     async def _reach(self, event: torch.cuda.Event, turn: anyio.Lock) -> None:
         """Wait until the device gets to ``event``, whatever comes: it uses the slot, or its verdict is not known.
@@ -173,6 +199,28 @@ class CudaArena(BufferArena):
         with torch.cuda.stream(self._upload_stream):
             for fence in fences:
                 fence.wait()
+
+
+class _DeviceClock:
+    """Puts events on the clock of the host, ``time.perf_counter``: as exactly as the host learns of one event."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record(stream)
+        self._base.synchronize()
+        self._base_s = time.perf_counter()
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        return self._base_s + float(self._base.elapsed_time(event)) / 1e3
+
+
+def _start(*, timed: bool) -> torch.cuda.Event | None:
+    """An event on the current stream, before what comes next on it; None where nobody wants to know."""
+    if not timed:
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _checked_headers(

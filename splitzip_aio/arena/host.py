@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
@@ -11,22 +13,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitzip_aio.abc import Fence, SegmentPlacement
+from splitzip_aio.abc import Fence, SegmentPlacement, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
 from splitzip_aio.codec.cpu import decode_segment
 from splitzip_aio.errors import CorruptDataError
 from splitzip_aio.memory import map_anonymous
+from splitzip_aio.timeline import Stage
 
 __all__ = ["HostArena"]
 
-_BATCH_BYTES = 1 << 20  # enough decoding to be worth a thread: about a millisecond
+_BATCH_BYTES = 1 << 20  # enough decoding to be worth another turn: about a millisecond
 
 
 class HostArena(BufferArena):
     """An arena in anonymous host memory, which the kernel commits as it is written to.
 
-    Segments are decoded from the slot itself by at most ``workers`` threads at a time, in batches of neighbours that
-    are worth a thread each; the compiled decoder runs without the GIL.
+    Segments are decoded from the slot itself by at most ``workers`` threads at a time, which share a slot, batch by
+    batch until none is left: one call into a thread for many segments, since each costs the event loop about as much as
+    decoding 100 KB. The compiled decoder runs without the GIL.
 
     Args:
         capacity_bytes: its size.
@@ -40,9 +44,11 @@ class HostArena(BufferArena):
         capacity = checked_capacity(capacity_bytes)
         super().__init__(torch.frombuffer(map_anonymous(capacity, option="arena_bytes"), dtype=torch.uint8))
         # Its own limiter: user code that fills anyio's default one must not stop decoding.
-        self._limiter = anyio.CapacityLimiter(workers or len(os.sched_getaffinity(0)))
+        self._workers = workers or len(os.sched_getaffinity(0))
+        self._limiter = anyio.CapacityLimiter(self._workers)
 
     max_segments = 1 << 31
+    decodes_in_place = True
 
     @staticmethod
     def table_bytes(payload_bytes: int) -> int:
@@ -56,26 +62,32 @@ class HostArena(BufferArena):
         segments: Sequence[SegmentPlacement],
         *,
         drained: Callable[[], None],
+        trace: StageTrace | None = None,
     ) -> Fence | None:
         """Decode the segments of a slot into the arena and check them; see :meth:`splitzip_aio.abc.Arena.upload`."""
-        batches = list(_batches(segments))
-        errors: list[CorruptDataError | None] = [None] * len(batches)
+        batches = list(enumerate(_batches(segments)))
+        waiting = iter(batches)
+        shares: list[_Share] = []
 
-        async def decode(place: int) -> None:
-            errors[place] = await anyio.to_thread.run_sync(
-                _decode, memory, payload_bytes, target, batches[place], limiter=self._limiter
+        async def decode() -> None:
+            shares.append(
+                await anyio.to_thread.run_sync(_decode, memory, payload_bytes, target, waiting, limiter=self._limiter)
             )
 
         try:
             target = self.buffer.numpy()
             async with anyio.create_task_group() as group:
-                for place in range(len(batches)):
-                    group.start_soon(decode, place)
+                for _ in range(min(len(batches), self._workers)):
+                    group.start_soon(decode)
         finally:
             drained()
-        first = next((error for error in errors if error is not None), None)
-        if first is not None:
+        failed = [share for share in shares if share.error is not None]
+        if failed:
+            first = min(failed, key=lambda share: share.place).error
+            assert first is not None
             raise first
+        if trace is not None:
+            trace(Stage.DECODE, min(share.begin_s for share in shares), max(share.end_s for share in shares))
         return None
 
     def fence(self) -> Fence | None:
@@ -99,16 +111,35 @@ def _batches(segments: Sequence[SegmentPlacement]) -> Iterator[Sequence[SegmentP
         yield segments[start:]
 
 
+@dataclass(slots=True)
+class _Share:
+    """What one thread did of a slot: when, and the first error, in batch number ``place``."""
+
+    begin_s: float
+    end_s: float = 0.0
+    place: int = 0
+    error: CorruptDataError | None = None
+
+
 def _decode(
-    memory: memoryview, payload_bytes: int, target: NDArray[np.uint8], batch: Sequence[SegmentPlacement]
-) -> CorruptDataError | None:
-    """Decode in this thread; the first error is returned, since a raise would cancel the other threads' batches."""
+    memory: memoryview,
+    payload_bytes: int,
+    target: NDArray[np.uint8],
+    waiting: Iterator[tuple[int, Sequence[SegmentPlacement]]],
+) -> _Share:
+    """Take batches and decode them until none waits, in this thread; several share ``waiting``.
+
+    An error is returned: raised, it would cancel the waits for the other threads, which go on.
+    """
+    share = _Share(time.perf_counter())
     payload = np.frombuffer(memory, np.uint8, count=payload_bytes)
-    for segment in batch:
-        source = payload[segment.source : segment.source + segment.nbytes]
-        out = target[segment.destination : segment.destination + segment.decoded_bytes]
-        try:
-            decode_segment(source, out, where=segment.where)
-        except CorruptDataError as error:
-            return error.with_traceback(None)  # which would keep views of the slot
-    return None
+    try:
+        for share.place, batch in waiting:
+            for segment in batch:
+                source = payload[segment.source : segment.source + segment.nbytes]
+                out = target[segment.destination : segment.destination + segment.decoded_bytes]
+                decode_segment(source, out, where=segment.where)
+    except CorruptDataError as error:
+        share.error = error.with_traceback(None)  # which would keep views of the slot
+    share.end_s = time.perf_counter()
+    return share

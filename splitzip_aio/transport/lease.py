@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -26,10 +26,11 @@ class Lease:
     What is to outlive the lease must be copied (``tensor.clone()``).
     """
 
-    def __init__(self, occupant: Occupant, arena: Arena, residency: Residency) -> None:
+    def __init__(self, occupant: Occupant, arena: Arena, residency: Residency, *, ended: Callable[[], None]) -> None:
         self._occupant = occupant
         self._arena = arena
         self._residency = residency
+        self._ended = ended
         self._released = False
 
     @property
@@ -72,6 +73,7 @@ class Lease:
             self._released = True
             self.__dict__.pop("_views", None)
             self._residency.let_go(self._occupant, use=self._arena.fence())
+            self._ended()
 
     def __del__(self) -> None:
         if not self.released:

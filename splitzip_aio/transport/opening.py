@@ -20,6 +20,7 @@ from splitzip_aio.drivers import DriverName, open_driver
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
 from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 from splitzip_aio.staging import StagingRing, split_ring
+from splitzip_aio.timeline import Timeline
 from splitzip_aio.transport.stream import Parts, Transport
 from splitzip_aio.units import parse_bytes
 
@@ -38,6 +39,7 @@ async def open_transport(
     driver: DriverName = "auto",
     io: IOMode = "auto",
     layer_of: LayerRule | None = None,
+    timeline: Timeline | None = None,
 ) -> AsyncIterator[Transport]:
     """Open a cache for streaming: ``async with open_transport("cache/") as transport``.
 
@@ -53,6 +55,7 @@ async def open_transport(
         driver: ``"uring"``, ``"threads"`` or ``"auto"``.
         io: how packs are read: ``"direct"``, ``"buffered"`` or ``"auto"``.
         layer_of: from a tensor's name to its layer's; by default what the cache was built with.
+        timeline: where to record what each stage does, if anyone wants to look at it.
 
     Raises:
         CacheNotFoundError, ManifestError: there is no usable cache.
@@ -72,6 +75,7 @@ async def open_transport(
         driver=driver,
         io=io,
         layer_of=layer_of,
+        timeline=timeline,
         fallbacks=fallbacks,
     )
     raised: BaseException | None = None
@@ -122,6 +126,7 @@ def _assemble(
     driver: DriverName,
     io: IOMode,
     layer_of: LayerRule | None,
+    timeline: Timeline | None,
     fallbacks: tuple[str, ...],
 ) -> Parts:
     """Make everything, in a worker thread since page-locking takes a while; ``resources`` takes it down."""
@@ -145,7 +150,8 @@ def _assemble(
         resources.push_async_exit(reader)
         packs = tuple(str(opened.pack_path(number)) for number in range(len(opened.manifest.packs)))
         files = tuple(_open_pack(opened, number, reader, io) for number in range(len(packs)))
-    return Parts(plan, ring, reader, files, packs, arena, (*fallbacks, *_fallbacks(ring, reader, files, io)))
+    fallbacks = (*fallbacks, *_fallbacks(ring, reader, files, io))
+    return Parts(plan, ring, reader, files, packs, arena, timeline, fallbacks)
 
 
 def _choose_device(device: str | torch.device) -> tuple[torch.device, tuple[str, ...]]:

@@ -18,8 +18,10 @@ from splitzip_aio.errors import ClosedError, SplitZipError, TransportError, Wron
 from splitzip_aio.loading import FilledSlot
 from splitzip_aio.plan import ExecutionPlan
 from splitzip_aio.prefetch import Prefetcher
+from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import StagingRing
 from splitzip_aio.telemetry import TransportStatistics
+from splitzip_aio.timeline import Timeline
 from splitzip_aio.transport.lease import Lease
 from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
 
@@ -38,6 +40,7 @@ class Parts:
     files: Sequence[FileHandle | None]
     packs: Sequence[str]
     arena: Arena
+    timeline: Timeline | None
     fallbacks: tuple[str, ...]
 
 
@@ -50,9 +53,10 @@ class Transport:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._token = current_token()
+        self._clock = StageClock(parts.timeline)
         send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
-        self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, parts.packs, send)
-        self._dispatcher = Dispatcher(parts.arena, parts.ring, parts.packs, receive)
+        self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, parts.packs, send, clock=self._clock)
+        self._dispatcher = Dispatcher(parts.arena, parts.ring, parts.packs, receive, clock=self._clock)
         self._residency = Residency(
             parts.arena,
             parts.plan,
@@ -100,7 +104,8 @@ class Transport:
         except BaseException:
             self._residency.let_go(occupant)
             raise
-        return Lease(occupant, self._parts.arena, self._residency)
+        ended = self._clock.lease(layer, occupant.plan.nbytes)
+        return Lease(occupant, self._parts.arena, self._residency, ended=ended)
 
     def statistics(self) -> TransportStatistics:
         """A snapshot of what the transport is doing and has done."""
@@ -111,6 +116,7 @@ class Transport:
             ring=parts.ring.statistics(),
             arena=parts.arena.statistics(),
             residency=self._residency.statistics(),
+            time=self._clock.statistics(),
             layers=len(self.layers),
             direct_files=sum(file is not None and file.direct for file in parts.files),
             files=len(parts.files),
@@ -143,6 +149,7 @@ class Transport:
         except Exception as exc:  # noqa: BLE001 - raised where the transport is left
             self._break_down(exc)
         finally:
+            self._clock.stop()
             self._ended.set()
 
     async def _stream(self) -> None:
