@@ -115,7 +115,7 @@ def decode_segment(segment: Bytes | memoryview | bytes, out: Bytes, *, where: st
         raise CorruptDataError(
             f"{where}: segment decodes to {header.decoded_bytes} bytes, expected {out.size}; rebuild the cache"
         )
-    found = _codec().decode_segment(header, view[: header.segment_bytes], out, where=where)
+    found = _codec().decode_segment(header, view, out, where=where)
     if found != header.checksum:
         raise CorruptDataError(
             f"{where}: decoded bytes have checksum {found:016x}, expected {header.checksum:016x}; rebuild the cache"

@@ -16,12 +16,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from splitzip_aio.codec import fast_encode, reference, simd
+from splitzip_aio.codec import fast_decode, fast_encode, reference, simd
 from splitzip_aio.codec.checksum import GROUP, GROUP_BYTES
 from splitzip_aio.codec.fast_decode import DecodePlan, decode_tiers, decode_top16
-from splitzip_aio.codec.fast_encode import EncodePlan, count_exponents, count_frequent, encode_tiers, encode_top16
-from splitzip_aio.codec.formats import RAW, ElementFormat
-from splitzip_aio.codec.layout import HEADER_BYTES, TILE_ELEMENTS, Layout
+from splitzip_aio.codec.fast_encode import SLACK, EncodePlan, count_exponents, encode_tiers, encode_top16
+from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
+from splitzip_aio.codec.layout import HEADER_BYTES, Layout
 from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import MAX_DEPTH, Method, Schedule
 from splitzip_aio.errors import CorruptDataError
@@ -43,15 +43,13 @@ class FastCodec:
         """(256,) counts of the exponents of (n * element_bytes,) bytes; of ``RAW`` all bytes count as 0."""
         if fmt == RAW:
             return reference.histogram(data, fmt)
-        source, elements = _read_only(data), data.size // fmt.element_bytes
-        counts = np.zeros((4, 256), np.int64)
-        sample = min(elements, TILE_ELEMENTS) if fmt.element_bytes == 2 else elements
-        count_exponents(source, 0, sample, fmt.element_bytes, fmt.exponent_bits, fmt.mantissa_bits, counts)
-        if sample < elements:
-            frequent = np.argsort(-counts.sum(axis=0))[:16]
-            count_frequent(source, sample, fmt.exponent_bits, fmt.mantissa_bits, frequent, counts)
-        total: NDArray[np.int64] = counts.sum(axis=0)
-        return total
+        pairs, totals = np.zeros(1 << 16, np.uint32), np.zeros(256, np.int64)
+        mode = None if fmt == BF16 and not self.portable else True
+        layout = (fmt.element_bytes, fmt.exponent_bits, fmt.mantissa_bits)
+        count_exponents(_read_only(data), *layout, pairs, totals, mode)
+        if data.size // fmt.element_bytes % 2:
+            totals += reference.histogram(data[-fmt.element_bytes :], fmt)
+        return totals
 
     def encode_segment(
         self, data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]
@@ -60,33 +58,23 @@ class FastCodec:
         source, elements = _read_only(data), data.size // fmt.element_bytes
         longest = elements * (sum(schedule.widths[1:]) + schedule.escape_bits)
         places = schedule.layout(fmt, elements, longest)
-        segment = np.empty(places.segment_bytes + fast_encode.SLACK, np.uint8)
-        plan = _encode_plan(fmt, places, elements, schedule)
-        escapes, tail_bits = 0, 0
+        segment = np.empty(places.segment_bytes + SLACK, np.uint8)
         if schedule.method is Method.STORED:
             segment[places.low : places.low + data.size] = data
-            words = simd.sum_all_words(source)
-        elif schedule.method is Method.TOP16:
-            lookup, escaped = _lookup(schedule, codebooks), np.empty(elements, np.uint8)
-            escapes, words = encode_top16(
-                source, segment, plan, lookup.selectors, lookup.windows, lookup.firsts, escaped, self._mode
-            )
+            return _sealed(segment, data.size, simd.sum_all_words(source), fmt, schedule, (), 0, 0)
+        lookup, scratch = _lookup(schedule, codebooks), np.empty(fast_encode.SCRATCH_BYTES, np.uint8)
+        mode = self._mode(schedule)
+        plan = _encode_plan(fmt, places, elements, schedule, lookup.windows)
+        if schedule.method is Method.TOP16:
+            escaped = np.empty(elements, np.uint8)
+            escapes, words = encode_top16(source, segment, scratch, lookup.selectors, escaped, plan, mode)
             tail_bits = escapes * schedule.escape_bits
             segment[places.tail + 2 * escapes : places.tail + 3 * escapes] = escaped[:escapes]
         else:
-            lookup = _lookup(schedule, codebooks)
             escapes, tail_bits, words = encode_tiers(
-                source,
-                segment,
-                plan,
-                _widths(schedule),
-                lookup.selectors,
-                lookup.windows,
-                lookup.firsts,
-                lookup.tables,
-                self._mode,
+                source, segment, scratch, lookup.selectors, lookup.tables, plan, mode
             )
-        return _sealed(segment, data.size, int(words), fmt, schedule, codebooks, escapes, tail_bits)
+        return _sealed(segment, data.size, words, fmt, schedule, codebooks, escapes, tail_bits)
 
     def decode_segment(self, header: SegmentHeader, segment: Bytes, out: Bytes, *, where: str) -> int:
         """Decode (segment_bytes,) with a parsed header into ``out``, contiguous (decoded_bytes,); return its checksum.
@@ -97,25 +85,24 @@ class FastCodec:
         places, schedule = header.layout, header.schedule
         if schedule.method is Method.STORED:
             out[:] = segment[places.low : places.low + out.size]
-            return _checksum(int(simd.sum_all_words(_read_only(out))), out.size)
-        source, book = _read_only(segment), _book(header.codebooks)
-        plan = _decode_plan(header, places)
-        if schedule.method is Method.TOP16:
-            whole, words = decode_top16(source, out, plan, book, self._mode)
-        else:
-            whole, words = decode_tiers(source, out, plan, _widths(schedule), book, self._mode)
+            return _checksum(simd.sum_all_words(_read_only(out)), out.size)
+        decode = decode_top16 if schedule.method is Method.TOP16 else decode_tiers
+        scratch, book = np.empty(fast_decode.SCRATCH_BYTES, np.uint8), _book(header.codebooks)
+        whole, words = decode(
+            _read_only(segment), out, scratch, book, _decode_plan(header, places), self._mode(schedule)
+        )
         if not whole:
             reference.decode_segment(header, segment, out, where=where)  # knows the words for it
             raise CorruptDataError(f"{where}: counts contradict each other; rebuild the cache")
-        return _checksum(int(words), out.size)
+        return _checksum(words, out.size)
 
     def __str__(self) -> str:
         return "numba, portable" if self.portable else "numba, BMI2"
 
-    @property
-    def _mode(self) -> bool | None:
-        """How kernels are told: they leave the machine's own instructions out of the code unless this is None."""
-        return True if self.portable else None
+    def _mode(self, schedule: Schedule) -> bool | None:
+        """How kernels are told which code to take, by type: None for the machine's own instructions."""
+        selectors = sum(schedule.codebook_sizes) + (schedule.method is Method.TIERS)
+        return True if self.portable or selectors > 16 else None
 
 
 def _read_only(array: Bytes) -> Bytes:
@@ -126,12 +113,7 @@ def _read_only(array: Bytes) -> Bytes:
 
 def _checksum(words: int, size: int) -> int:
     """The checksum of ``size`` bytes from their sum of word times key."""
-    return (words + -(-size // GROUP_BYTES) * GROUP) % 2**64
-
-
-@lru_cache(maxsize=64)
-def _widths(schedule: Schedule) -> NDArray[np.int64]:
-    return np.array((*schedule.widths, 8, *[0] * (MAX_DEPTH - len(schedule.widths))), np.int64)
+    return (int(words) + -(-size // GROUP_BYTES) * GROUP) % 2**64
 
 
 @lru_cache(maxsize=64)
@@ -140,7 +122,6 @@ def _book(codebooks: tuple[bytes, ...]) -> Bytes:
 
 
 def _decode_plan(header: SegmentHeader, places: Layout[int]) -> DecodePlan:
-    fmt = header.fmt
     return DecodePlan(
         places.low,
         places.high,
@@ -150,17 +131,27 @@ def _decode_plan(header: SegmentHeader, places: Layout[int]) -> DecodePlan:
         header.tail_bits,
         header.elements,
         header.escapes,
-        len(header.schedule.widths),
-        sum(header.schedule.codebook_sizes),
-        fmt.element_bytes,
-        fmt.exponent_bits,
-        fmt.mantissa_bits,
-        fmt.low_bits,
-        fmt.high_bits,
+        *_tiers(header.schedule),
+        *_element(header.fmt),
     )
 
 
-def _encode_plan(fmt: ElementFormat, places: Layout[int], elements: int, schedule: Schedule) -> EncodePlan:
+@lru_cache(maxsize=64)
+def _tiers(schedule: Schedule) -> tuple[int, ...]:
+    """Depth, entries and five widths, as the plans have them."""
+    unused = (0,) * (MAX_DEPTH - len(schedule.widths))
+    return (len(schedule.widths), sum(schedule.codebook_sizes), *schedule.widths, 8, *unused)
+
+
+@lru_cache(maxsize=64)
+def _element(fmt: ElementFormat) -> tuple[int, ...]:
+    """Layout of an element, as the plans have it."""
+    return (fmt.element_bytes, fmt.exponent_bits, fmt.mantissa_bits, fmt.low_bits, fmt.high_bits)
+
+
+def _encode_plan(
+    fmt: ElementFormat, places: Layout[int], elements: int, schedule: Schedule, windows: int
+) -> EncodePlan:
     return EncodePlan(
         places.low,
         places.high,
@@ -168,13 +159,9 @@ def _encode_plan(fmt: ElementFormat, places: Layout[int], elements: int, schedul
         places.index,
         places.tail,
         elements,
-        len(schedule.widths),
-        sum(schedule.codebook_sizes),
-        fmt.element_bytes,
-        fmt.exponent_bits,
-        fmt.mantissa_bits,
-        fmt.low_bits,
-        fmt.high_bits,
+        windows,
+        *_tiers(schedule),
+        *_element(fmt),
     )
 
 
@@ -183,9 +170,8 @@ class _Lookup:
     """What exponents and selectors are looked up in: see :func:`~splitzip_aio.codec.fast_encode.encode_tiers`."""
 
     selectors: Bytes
-    windows: Bytes
-    firsts: Bytes
     tables: Bytes
+    windows: int
 
 
 @lru_cache(maxsize=64)
@@ -198,9 +184,12 @@ def _lookup(schedule: Schedule, codebooks: tuple[bytes, ...]) -> _Lookup:
     for exponent in np.flatnonzero(selectors != len(listed)).tolist():
         if not firsts or exponent >= firsts[-1] + _WINDOW:
             firsts.append(exponent)
-    relative = np.concatenate((selectors ^ np.uint8(len(listed)), np.zeros(_WINDOW, np.uint8)))
-    windows = np.concatenate([relative[first : first + _WINDOW] for first in firsts])
-    return _Lookup(selectors, windows, np.array(firsts, np.uint8), _tier_tables(schedule.widths))
+    windows = np.zeros((16, _WINDOW), np.uint8)
+    for window, first in enumerate(firsts):
+        entries = selectors[first : first + _WINDOW]
+        windows[window, : entries.size] = entries ^ np.uint8(len(listed))
+    packed = np.concatenate((selectors, np.resize(np.array(firsts, np.uint8), 16), windows.ravel()))
+    return _Lookup(packed, _tier_tables(schedule.widths), len(firsts))
 
 
 def _tier_tables(widths: tuple[int, ...]) -> Bytes:

@@ -1,6 +1,6 @@
-"""Decoding in machine code: sixteen elements at a time, chunk by chunk.
+"""Decoding in machine code: sixteen elements at a time.
 
-A chunk is decoded in three passes over scratch memory that stays in the first-level cache.
+A block of chunks is decoded in three passes over scratch memory that stays in the first-level cache.
 
 *Select.* Every element gets a selector: its place in the codebooks laid end to end. With sentinels ``2**w - 1`` and
 codebooks of ``2**w - 1`` entries, that is simply the sum of the element's codes over the tiers. Sixteen first-tier
@@ -30,6 +30,7 @@ import numpy as np
 from splitzip_aio.codec.checksum import GROUP_BYTES
 from splitzip_aio.codec.layout import CHUNK_ELEMENTS, TILE_ELEMENTS
 from splitzip_aio.codec.simd import (
+    address,
     compiled,
     deposit,
     entry,
@@ -48,9 +49,16 @@ from splitzip_aio.codec.simd import (
     translate_nibbles,
 )
 
-__all__ = ["DecodePlan", "decode_tiers", "decode_top16"]
+__all__ = ["SCRATCH_BYTES", "DecodePlan", "decode_tiers", "decode_top16"]
 
+_BLOCK = 4096  # elements, a tile's worth at most: what their scratch memory takes leaves room in a cache of 32 KiB
 _SLACK = 32  # bytes behind scratch data that a load may reach
+_SELECTORS = _BLOCK + _SLACK  # exponents come first; selectors are nibbles
+_PLACES = _SELECTORS + _BLOCK // 2 + _SLACK
+_VALUES = _PLACES + 2 * _BLOCK
+_CODES = _VALUES + _BLOCK
+SCRATCH_BYTES = _CODES + CHUNK_ELEMENTS // 2 + _SLACK
+
 _STEP_BITS = 48  # divisible by every width, and still whole in a 64-bit word after a shift by 7
 _NIBBLES = np.uint64(0x1111111111111111)
 _ONE = np.uint64(1)
@@ -58,9 +66,10 @@ _LANES = np.array([0] + [sum(1 << bit for bit in range(0, _STEP_BITS, width)) fo
 
 
 class DecodePlan(NamedTuple):
-    """What the kernels need of a header: byte offsets in the segment, counts, and the element's layout in bits.
+    """What the kernels need of a header: byte offsets in the segment, counts, and layouts in bits.
 
-    ``starts`` is the offset of the index. ``entries`` counts the exponents of all codebooks, ``depth`` the tiers.
+    ``starts`` is the offset of the index. ``width0`` to ``width4`` are the tiers' bits, then 8 for the escapes, then 0;
+    ``depth`` counts the tiers, ``entries`` the exponents of all codebooks.
     """
 
     low: int
@@ -73,6 +82,11 @@ class DecodePlan(NamedTuple):
     escapes: int
     depth: int
     entries: int
+    width0: int
+    width1: int
+    width2: int
+    width3: int
+    width4: int
     element_bytes: int
     exponent_bits: int
     mantissa_bits: int
@@ -81,47 +95,52 @@ class DecodePlan(NamedTuple):
 
 
 @compiled
-def _copy_codes(segment: Any, start: Any, codes: Any, bits: Any) -> None:
+def _copy_codes(source: Any, codes: Any, bits: Any) -> None:
     """Copy ``bits`` bits and put zeros behind them: a code that is not there must not look like a sentinel."""
-    size = (bits + 7) >> 3
-    for byte in range(size):
-        codes[byte] = load8(segment, start + byte)
+    whole = bits >> 3
+    for byte in range(whole):
+        store8(codes, byte, load8(source, byte))
+    store64(codes, whole, np.uint64(0))
     if bits & 7:
-        codes[bits >> 3] &= (1 << (bits & 7)) - 1
-    store64(codes, size, np.uint64(0))
+        store8(codes, whole, load8(source, whole) & ((_ONE << np.uint64(bits & 7)) - _ONE))
 
 
 @compiled
-def _count_sentinels(bits: Any, start: Any, position: Any, width: Any, count: Any) -> Any:
-    """How many of ``count`` codes of ``width`` bits, from bit ``position`` behind byte ``start`` on, are all ones."""
-    place, shift = start + (position >> 3), np.uint64(position & 7)
+def _count_sentinels(base: Any, position: Any, width: Any, count: Any) -> Any:
+    """How many of ``count`` codes of ``width`` bits, from bit ``position`` on, are all ones."""
+    place, shift = position >> 3, np.uint64(position & 7)
     first, second, third = np.uint64(min(1, width - 1)), np.uint64(min(2, width - 1)), np.uint64(width - 1)
     lanes, per_step, found = _LANES[width], _STEP_BITS // width, 0
     for step in range(count // per_step):
-        word = load64(bits, place + 6 * step) >> shift
+        word = load64(base, place + 6 * step) >> shift
         found += popcount(word & (word >> first) & (word >> second) & (word >> third) & lanes)
-    left = count % per_step
-    word = load64(bits, place + 6 * (count // per_step)) >> shift
-    word &= (_ONE << np.uint64(left * width)) - _ONE
+    word = load64(base, place + 6 * (count // per_step)) >> shift
+    word &= (_ONE << np.uint64(count % per_step * width)) - _ONE
     return found + popcount(word & (word >> first) & (word >> second) & (word >> third) & lanes)
 
 
 @compiled
-def _find_tiers(codes: Any, segment: Any, plan: Any, widths: Any, count: Any, cursors: Any) -> Any:
-    """Set ``cursors[1:]``, from ``cursors[0]`` on, to the first bit of each deeper tier and of the escapes.
+def _find_tiers(codes: Any, tail: Any, plan: Any, count: Any, start: Any) -> Any:
+    """First bits of a chunk's second to fourth tier, of its escapes, of what follows, and the number of escapes.
 
-    ``cursors[5]`` becomes the first bit after them. Returns the number of escapes, or -1 when they go past the tail.
+    The chunk's tail starts at bit ``start``. When it goes past the tail of the segment, the last is -1.
     """
-    reached, position = _count_sentinels(codes, 0, 0, widths[0], count), cursors[0]
-    for tier in range(1, plan.depth + 1):
-        cursors[tier] = position
-        position += reached * widths[tier]
-        if position > plan.tail_bits:
-            return -1
-        if tier < plan.depth:
-            reached = _count_sentinels(segment, plan.tail, cursors[tier], widths[tier], reached)
-    cursors[5] = position
-    return reached
+    reached = _count_sentinels(codes, 0, plan.width0, count)
+    second = third = fourth = escapes = start
+    end = start + reached * plan.width1
+    if plan.depth > 1 and end <= plan.tail_bits:
+        reached = _count_sentinels(tail, second, plan.width1, reached)
+        third = escapes = end
+        end += reached * plan.width2
+    if plan.depth > 2 and end <= plan.tail_bits:
+        reached = _count_sentinels(tail, third, plan.width2, reached)
+        fourth = escapes = end
+        end += reached * plan.width3
+    if plan.depth > 3 and end <= plan.tail_bits:
+        reached = _count_sentinels(tail, fourth, plan.width3, reached)
+        escapes = end
+        end += reached * plan.width4
+    return second, third, fourth, escapes, end, reached if end <= plan.tail_bits else -1
 
 
 @inlined
@@ -134,17 +153,17 @@ def _sentinels(codes: Any, width: Any) -> Any:
 
 
 @inlined
-def _spread(segment: Any, tail: Any, cursor: Any, deeper: Any, width: Any) -> Any:
+def _spread(tail: Any, cursor: Any, deeper: Any, width: Any) -> Any:
     """The next tier's codes, from bit ``cursor`` on, on the nibbles where ``deeper`` is 1."""
-    window = load64(segment, tail + (cursor >> 3)) >> np.uint64(cursor & 7)
+    window = load64(tail, cursor >> 3) >> np.uint64(cursor & 7)
     return deposit(window, (deeper << np.uint64(width)) - deeper)
 
 
 @compiled
-def _list_escapes(deeper: Any, first: Any, escapes: Any, found: Any) -> Any:
-    """Append the places of the ones in ``deeper`` to ``escapes``; return how many it holds."""
+def _list_escapes(deeper: Any, first: Any, places: Any, found: Any) -> Any:
+    """Append the places of the ones in ``deeper``; return how many are listed."""
     while deeper:
-        escapes[found] = first + (lowest_bit(deeper) >> 2)
+        store16(places, 2 * found, np.uint64(first + (lowest_bit(deeper) >> 2)))
         found += 1
         deeper &= deeper - _ONE
     return found
@@ -152,79 +171,82 @@ def _list_escapes(deeper: Any, first: Any, escapes: Any, found: Any) -> Any:
 
 @inlined
 def _select_as(
-    widths: Any, codes: Any, segment: Any, tail: Any, count: Any, cursors: Any, selectors: Any, escapes: Any
-) -> None:
-    """Write a chunk's selectors, in nibbles, and the places of those that are escapes.
+    widths: Any, codes: Any, tail: Any, cursors: Any, first: Any, count: Any, selectors: Any, places: Any, found: Any
+) -> Any:
+    """Write a chunk's selectors and list the places of its escapes behind the ``found`` that are listed.
 
-    Inlined, so that ``widths`` given as constants become operands; a width of 0 is a tier that is not there.
+    ``first`` is the chunk's place in the block. Inlined, so that ``widths`` given as constants become operands; a width
+    of 0 is a tier that is not there.
     """
     width0, width1, width2, width3 = widths
+    cursor1, cursor2, cursor3 = cursors
     largest = _NIBBLES * np.uint64((1 << width0) - 1)
-    cursor1, cursor2, cursor3, found = cursors[1], cursors[2], cursors[3], 0
     for word in range((count + 15) >> 4):
         selector = code = deposit(load64(codes, word * 2 * width0), largest)
         deeper = _sentinels(code, width0)
         if width1:
-            code = _spread(segment, tail, cursor1, deeper, width1)
+            code = _spread(tail, cursor1, deeper, width1)
             cursor1 += popcount(deeper) * width1
             selector += code
             deeper = _sentinels(code, width1)
         if width2:
-            code = _spread(segment, tail, cursor2, deeper, width2)
+            code = _spread(tail, cursor2, deeper, width2)
             cursor2 += popcount(deeper) * width2
             selector += code
             deeper = _sentinels(code, width2)
         if width3:
-            code = _spread(segment, tail, cursor3, deeper, width3)
+            code = _spread(tail, cursor3, deeper, width3)
             cursor3 += popcount(deeper) * width3
             selector += code
             deeper = _sentinels(code, width3)
-        store64(selectors, word << 3, selector)
+        store64(selectors, (first >> 1) + (word << 3), selector)
         if deeper:
-            found = _list_escapes(deeper, word << 4, escapes, found)
+            found = _list_escapes(deeper, first + (word << 4), places, found)
+    return found
 
 
 @compiled
 def _select(
-    widths: Any, depth: Any, codes: Any, segment: Any, tail: Any, count: Any, cursors: Any, selectors: Any, escapes: Any
-) -> None:
+    plan: Any, codes: Any, tail: Any, cursors: Any, first: Any, count: Any, selectors: Any, places: Any, found: Any
+) -> Any:
     """:func:`_select_as` for the schedule, its widths constants where it is the one that most tensors get."""
-    width1 = widths[1] if depth > 1 else 0
-    width2 = widths[2] if depth > 2 else 0
-    width3 = widths[3] if depth > 3 else 0
-    if widths[0] == 2 and width1 == 2 and width2 == 3 and width3 == 0:
-        _select_as((2, 2, 3, 0), codes, segment, tail, count, cursors, selectors, escapes)
-    else:
-        _select_as((widths[0], width1, width2, width3), codes, segment, tail, count, cursors, selectors, escapes)
+    width1 = plan.width1 if plan.depth > 1 else 0
+    width2 = plan.width2 if plan.depth > 2 else 0
+    width3 = plan.width3 if plan.depth > 3 else 0
+    if plan.width0 == 2 and width1 == 2 and width2 == 3 and width3 == 0:
+        return _select_as((2, 2, 3, 0), codes, tail, cursors, first, count, selectors, places, found)
+    widths = (plan.width0, width1, width2, width3)
+    return _select_as(widths, codes, tail, cursors, first, count, selectors, places, found)
+
+
+@inlined
+def _code(base: Any, position: Any, width: Any) -> Any:
+    """The ``width`` bits, 8 at most, at bit ``position``."""
+    return load16(base, position >> 3) >> np.uint64(position & 7) & ((_ONE << np.uint64(width)) - _ONE)
 
 
 @compiled
 def _select_portable(
-    widths: Any, depth: Any, codes: Any, segment: Any, tail: Any, count: Any, cursors: Any, selectors: Any, escapes: Any
-) -> None:
-    """:func:`_select`, selectors in bytes, with one element at a time."""
+    plan: Any, codes: Any, tail: Any, cursors: Any, first: Any, count: Any, selectors: Any, places: Any, found: Any
+) -> Any:
+    """:func:`_select` with one element at a time, and selectors in bytes."""
     for element in range(count):
-        selectors[element] = _code(codes, 0, element * widths[0], widths[0])
-    sentinel = (1 << widths[0]) - 1
-    for tier in range(1, depth):
+        store8(selectors, first + element, _code(codes, element * plan.width0, plan.width0))
+    widths = (plan.width1, plan.width2, plan.width3)
+    sentinel = (_ONE << np.uint64(plan.width0)) - _ONE
+    for tier in range(plan.depth - 1):
         cursor, width = cursors[tier], widths[tier]
-        for element in range(count):
-            if selectors[element] == sentinel:
-                selectors[element] += _code(segment, tail, cursor, width)
+        for element in range(first, first + count):
+            selector = load8(selectors, element)
+            if selector == sentinel:
+                store8(selectors, element, selector + _code(tail, cursor, width))
                 cursor += width
-        sentinel += (1 << width) - 1
-    found = 0
-    for element in range(count):
-        if selectors[element] == sentinel:
-            escapes[found] = element
+        sentinel += (_ONE << np.uint64(width)) - _ONE
+    for element in range(first, first + count):
+        if load8(selectors, element) == sentinel:
+            store16(places, 2 * found, np.uint64(element))
             found += 1
-
-
-@inlined
-def _code(bits: Any, start: Any, position: Any, width: Any) -> Any:
-    """The ``width`` bits, 8 at most, at bit ``position`` behind byte ``start``."""
-    word = load16(bits, start + (position >> 3)) >> np.uint64(position & 7)
-    return np.int64(word & np.uint64((1 << width) - 1))
+    return found
 
 
 @compiled
@@ -236,20 +258,20 @@ def _translate(book: Any, selectors: Any, exponents: Any, count: Any) -> None:
 @compiled
 def _translate_portable(book: Any, exponents: Any, count: Any) -> None:
     for element in range(count):
-        exponents[element] = book[exponents[element]]
+        store8(exponents, element, load8(book, np.int64(load8(exponents, element))))
 
 
 @compiled
-def _join_bf16(segment: Any, low: Any, exponents: Any, out: Any, start: Any, count: Any) -> None:
+def _join_bf16(exponents: Any, low: Any, out: Any, count: Any) -> None:
     for element in range(count):
-        residual = load8(segment, low + element)
-        word = np.uint64(exponents[element]) << np.uint64(7)
+        residual = load8(low, element)
+        word = load8(exponents, element) << np.uint64(7)
         word |= (residual & np.uint64(0x7F)) | (residual & np.uint64(0x80)) << np.uint64(8)
-        store16(out, start + 2 * element, word)
+        store16(out, 2 * element, word)
 
 
 @compiled
-def _join(segment: Any, plan: Any, first: Any, exponents: Any, out: Any, start: Any, count: Any) -> None:
+def _join(exponents: Any, segment: Any, plan: Any, first: Any, out: Any, count: Any) -> None:
     mantissa_bits, low_bits = np.uint64(plan.mantissa_bits), np.uint64(plan.low_bits)
     sign_bit = np.uint64(plan.mantissa_bits + plan.exponent_bits)
     mantissa, low_mask = (_ONE << mantissa_bits) - _ONE, (_ONE << low_bits) - _ONE
@@ -258,104 +280,108 @@ def _join(segment: Any, plan: Any, first: Any, exponents: Any, out: Any, start: 
         low, high = (first + element) * plan.low_bits, (first + element) * plan.high_bits
         residual = load16(segment, plan.low + (low >> 3)) >> np.uint64(low & 7) & low_mask
         residual |= (load32(segment, plan.high + (high >> 3)) >> np.uint64(high & 7) & high_mask) << low_bits
-        word = (residual & mantissa) | np.uint64(exponents[element]) << mantissa_bits
+        word = (residual & mantissa) | load8(exponents, element) << mantissa_bits
         word |= residual >> mantissa_bits << sign_bit
         if plan.element_bytes == 1:
-            store8(out, start + element, word)
+            store8(out, element, word)
         elif plan.element_bytes == 2:
-            store16(out, start + 2 * element, word)
+            store16(out, 2 * element, word)
         else:
-            store32(out, start + 4 * element, word)
+            store32(out, 4 * element, word)
 
 
 @compiled
-def _join_and_sum(segment: Any, plan: Any, first: Any, exponents: Any, out: Any, count: Any) -> Any:
-    """Write a chunk's elements; return their share of the checksum."""
+def _join_and_sum(exponents: Any, segment: Any, plan: Any, first: Any, out: Any, count: Any) -> Any:
+    """Write a block's elements; return their share of the checksum."""
     start = first * plan.element_bytes
     if plan.element_bytes == 2 and plan.mantissa_bits == 7:
-        _join_bf16(segment, plan.low + first, exponents, out, start, count)
+        _join_bf16(exponents, segment + plan.low + first, out + start, count)
     else:
-        _join(segment, plan, first, exponents, out, start, count)
-    return sum_words(out, start, count * plan.element_bytes, start // GROUP_BYTES)
+        _join(exponents, segment, plan, first, out + start, count)
+    size = count * plan.element_bytes
+    return sum_words(out, start, size, start // GROUP_BYTES, size, True)
 
 
 @entry
-def decode_tiers(segment: Any, out: Any, plan: Any, widths: Any, book: Any, portable: Any) -> Any:
+def decode_tiers(segment: Any, out: Any, scratch: Any, book: Any, plan: Any, portable: Any) -> Any:
     """Decode (segment_bytes,) into (decoded_bytes,); return whether all counts agree, and the checksum's sum of words.
 
-    ``widths`` (5,) int64 are the tiers' bits with 8 after the last, ``book`` (64,) the codebooks end to end.
-    ``portable`` is None to use BMI2 and SSSE3; anything else keeps every mention of them out of the compiled code.
+    ``scratch`` is (SCRATCH_BYTES,), ``book`` (64,) the codebooks end to end. ``portable`` is None to use BMI2 and
+    SSSE3, for codebooks of fewer than 16 entries together; True keeps every mention of them out of the compiled code.
     """
-    codes = np.empty(CHUNK_ELEMENTS // 2 + _SLACK, np.uint8)
-    selectors = np.empty(CHUNK_ELEMENTS // 2 + _SLACK, np.uint8)
-    exponents = np.empty(CHUNK_ELEMENTS + _SLACK, np.uint8)
-    escapes = np.empty(CHUNK_ELEMENTS, np.int64)
-    cursors = np.zeros(6, np.int64)
-    found, total = 0, np.uint64(0)
-    for first in range(0, plan.elements, CHUNK_ELEMENTS):
-        if first % TILE_ELEMENTS == 0 and cursors[0] != load32(segment, plan.starts + first // TILE_ELEMENTS * 4):
-            return False, total
-        count = min(CHUNK_ELEMENTS, plan.elements - first)
-        _copy_codes(segment, plan.codes + first * widths[0] // 8, codes, count * widths[0])
-        missing = _find_tiers(codes, segment, plan, widths, count, cursors)
-        if missing < 0:
-            return False, total
-        slow = True
+    base, target, exponents = address(segment), address(out), address(scratch)
+    selectors, places, values = exponents + _SELECTORS, exponents + _PLACES, exponents + _VALUES
+    tail, escapes, position, total = base + plan.tail, 0, 0, np.uint64(0)
+    for block in range(0, plan.elements, _BLOCK):
+        size, found = min(_BLOCK, plan.elements - block), 0
+        for first in range(0, size, CHUNK_ELEMENTS):
+            tile, within = divmod(block + first, TILE_ELEMENTS)
+            if within == 0 and position != np.int64(load32(base, plan.starts + 4 * tile)):
+                return False, total
+            count, codes = min(CHUNK_ELEMENTS, size - first), base + plan.codes + (block + first) * plan.width0 // 8
+            if count & 15:
+                _copy_codes(codes, exponents + _CODES, count * plan.width0)
+                codes = exponents + _CODES
+            second, third, fourth, raw, position, missing = _find_tiers(codes, tail, plan, count, position)
+            if missing < 0:
+                return False, total
+            for escape in range(missing):
+                store8(values, found + escape, _code(tail, raw + 8 * escape, 8))
+            cursors = (second, third, fourth)
+            if portable is None:
+                found = _select(plan, codes, tail, cursors, first, count, selectors, places, found)
+            else:
+                found = _select_portable(plan, codes, tail, cursors, first, count, exponents, places, found)
         if portable is None:
-            slow = plan.entries >= 16
-            if not slow:
-                _select(widths, plan.depth, codes, segment, plan.tail, count, cursors, selectors, escapes)
-                _translate(book, selectors, exponents, count)
-        if slow:
-            _select_portable(widths, plan.depth, codes, segment, plan.tail, count, cursors, exponents, escapes)
-            _translate_portable(book, exponents, count)
-        for escape in range(missing):
-            exponents[escapes[escape]] = _code(segment, plan.tail, cursors[plan.depth] + 8 * escape, 8)
-        total += _join_and_sum(segment, plan, first, exponents, out, count)
-        found += missing
-        cursors[0] = cursors[5]
+            _translate(address(book), selectors, exponents, size)
+        else:
+            _translate_portable(address(book), exponents, size)
+        for escape in range(found):
+            store8(exponents, np.int64(load16(places, 2 * escape)), load8(values, escape))
+        total += _join_and_sum(exponents, base, plan, block, target, size)
+        escapes += found
     tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS
-    whole = cursors[0] == plan.tail_bits and cursors[0] == load32(segment, plan.starts + 4 * tiles)
-    return whole and found == plan.escapes, total
+    whole = position == plan.tail_bits and position == np.int64(load32(base, plan.starts + 4 * tiles))
+    return whole and escapes == plan.escapes, total
 
 
 @compiled
-def _write_chunk_escapes(segment: Any, plan: Any, chunk: Any, count: Any, exponents: Any) -> Any:
+def _write_escapes(segment: Any, plan: Any, chunk: Any, count: Any, exponents: Any) -> Any:
     """Write a top16 chunk's escapes over its exponents; return whether all are inside the list and the chunk."""
-    entry = plan.starts + 4 * chunk
-    start, end = np.int64(load32(segment, entry)), np.int64(load32(segment, entry + 4))
+    entry_at = plan.starts + 4 * chunk
+    start, end = np.int64(load32(segment, entry_at)), np.int64(load32(segment, entry_at + 4))
     if not start <= end <= plan.escapes:
         return False
     for escape in range(start, end):
         place = np.int64(load16(segment, plan.tail + 2 * escape))
         if place >= count:
             return False
-        exponents[place] = load8(segment, plan.tail + 2 * plan.escapes + escape)
+        store8(exponents, place, load8(segment, plan.tail + 2 * plan.escapes + escape))
     return True
 
 
 @entry
-def decode_top16(segment: Any, out: Any, plan: Any, book: Any, portable: Any) -> Any:
+def decode_top16(segment: Any, out: Any, scratch: Any, book: Any, plan: Any, portable: Any) -> Any:
     """:func:`decode_tiers` for the published layout: 16 codes of 4 bits, and a list of places and exponents."""
-    selectors = np.empty(CHUNK_ELEMENTS // 2 + _SLACK, np.uint8)
-    exponents = np.empty(CHUNK_ELEMENTS + _SLACK, np.uint8)
-    total = np.uint64(0)
+    base, target, exponents = address(segment), address(out), address(scratch)
+    selectors, total = exponents + _SELECTORS, np.uint64(0)
     chunks = (plan.elements + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
-    whole = load32(segment, plan.starts) == 0 and load32(segment, plan.starts + 4 * chunks) == plan.escapes
-    for first in range(0, plan.elements, CHUNK_ELEMENTS):
-        count = min(CHUNK_ELEMENTS, plan.elements - first)
-        for pair in range((count + 1) >> 1):
-            codes = load8(segment, plan.codes + (first >> 1) + pair)
-            if portable is None:
-                selectors[pair] = codes >> np.uint64(4) | codes << np.uint64(4)
-            else:
-                exponents[2 * pair] = codes >> np.uint64(4)
-                exponents[2 * pair + 1] = codes & np.uint64(15)
+    listed = np.int64(load32(base, plan.starts + 4 * chunks))
+    whole = load32(base, plan.starts) == 0 and listed == plan.escapes
+    for block in range(0, plan.elements, _BLOCK):
+        size, plane = min(_BLOCK, plan.elements - block), base + plan.codes + (block >> 1)
         if portable is None:
-            _translate(book, selectors, exponents, count)
+            for pair in range((size + 1) >> 1):
+                codes = load8(plane, pair)
+                store8(selectors, pair, codes >> np.uint64(4) | codes << np.uint64(4))
+            _translate(address(book), selectors, exponents, size)
         else:
-            _translate_portable(book, exponents, count)
-        if not (whole and _write_chunk_escapes(segment, plan, first // CHUNK_ELEMENTS, count, exponents)):
-            return False, total
-        total += _join_and_sum(segment, plan, first, exponents, out, count)
-    return True, total
+            for pair in range((size + 1) >> 1):
+                codes = load8(plane, pair)
+                store16(exponents, 2 * pair, codes >> np.uint64(4) | (codes & np.uint64(15)) << np.uint64(8))
+            _translate_portable(address(book), exponents, size)
+        for first in range(0, size, CHUNK_ELEMENTS):
+            count, chunk = min(CHUNK_ELEMENTS, size - first), (block + first) // CHUNK_ELEMENTS
+            whole = whole and _write_escapes(base, plan, chunk, count, exponents + first)
+        total += _join_and_sum(exponents, base, plan, block, target, size)
+    return whole, total

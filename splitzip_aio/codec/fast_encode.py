@@ -1,6 +1,6 @@
 """Encoding in machine code: the reverse of :mod:`~splitzip_aio.codec.fast_decode`, sixteen elements at a time.
 
-A chunk goes through these passes over scratch memory that stays in the first-level cache.
+A block of chunks goes through these passes over scratch memory that stays in the first-level cache.
 
 *Split.* Exponents go to scratch memory, residuals to their planes.
 
@@ -25,8 +25,8 @@ import numpy as np
 from splitzip_aio.codec.checksum import GROUP_BYTES
 from splitzip_aio.codec.layout import CHUNK_ELEMENTS, TILE_ELEMENTS
 from splitzip_aio.codec.simd import (
+    address,
     compiled,
-    count_equal,
     entry,
     extract,
     inlined,
@@ -45,19 +45,27 @@ from splitzip_aio.codec.simd import (
     translate_window,
 )
 
-__all__ = ["SLACK", "EncodePlan", "count_exponents", "count_frequent", "encode_tiers", "encode_top16"]
+__all__ = ["SCRATCH_BYTES", "SLACK", "EncodePlan", "count_exponents", "encode_tiers", "encode_top16"]
 
 SLACK = 32  # bytes behind an output that a store may reach
-_BLOCK = 512  # elements counted by comparison before their counts are known to be complete
+_BLOCK = 4096  # elements, a tile's worth at most: what their scratch memory takes leaves room in a cache of 32 KiB
+_NIBBLE_BYTES = _BLOCK // 2 + SLACK
+_SELECTORS = _BLOCK + SLACK  # exponents come first
+_CODES = _SELECTORS + _BLOCK + SLACK  # nibbles: of each tier the codes and the masks, as the rows of the tables are
+_VALUES = _CODES + 8 * _NIBBLE_BYTES  # 16 bits an element
+SCRATCH_BYTES = _VALUES + 2 * _BLOCK + SLACK
+
 _NIBBLES = np.uint64(0x1111111111111111)
 _ONE = np.uint64(1)
 _TOP16_ESCAPES = np.uint64(0x1010101010101010)
 
 
 class EncodePlan(NamedTuple):
-    """Where the kernels put things, byte offsets in the segment, and the element's layout in bits.
+    """Where the kernels put things, byte offsets in the segment, and layouts in bits.
 
-    ``starts`` is the offset of the index. ``entries`` counts the exponents of all codebooks, ``depth`` the tiers.
+    ``starts`` is the offset of the index, ``windows`` the number of windows of the lookup. ``width0`` to ``width4``
+    are the tiers' bits, then 8 for the escapes, then 0; ``depth`` counts the tiers, ``entries`` the exponents of all
+    codebooks.
     """
 
     low: int
@@ -66,8 +74,14 @@ class EncodePlan(NamedTuple):
     starts: int
     tail: int
     elements: int
+    windows: int
     depth: int
     entries: int
+    width0: int
+    width1: int
+    width2: int
+    width3: int
+    width4: int
     element_bytes: int
     exponent_bits: int
     mantissa_bits: int
@@ -76,133 +90,172 @@ class EncodePlan(NamedTuple):
 
 
 @inlined
-def _element(data: Any, element: Any, element_bytes: Any) -> Any:
+def _pair(base: Any, pair: Any, element_bytes: Any) -> Any:
     if element_bytes == 2:
-        return load16(data, 2 * element)
+        return load32(base, 4 * pair)
     if element_bytes == 4:
-        return load32(data, 4 * element)
-    return load8(data, element)
+        return load64(base, 8 * pair)
+    return load16(base, 2 * pair)
+
+
+@compiled
+def _count_pairs(
+    base: Any, pairs: Any, element_bytes: Any, exponent_bits: Any, mantissa_bits: Any, counts: Any
+) -> None:
+    first, second = np.uint64(mantissa_bits), np.uint64(mantissa_bits + 8 * (element_bytes - 1))
+    mask = (_ONE << np.uint64(exponent_bits)) - _ONE
+    for pair in range(pairs):
+        word = _pair(base, pair, element_bytes)
+        place = np.int64(word >> first & mask | word >> second & mask << np.uint64(8)) << 2
+        store32(counts, place, load32(counts, place) + _ONE)
+
+
+@compiled
+def _count_bf16(base: Any, pairs: Any, counts: Any) -> None:
+    """:func:`_count_pairs` with two pairs at a time: one bit extraction takes the exponents of four elements."""
+    exponents, low = np.uint64(0x7F80_7F80_7F80_7F80), np.uint64(0xFFFF)
+    for quad in range(pairs >> 1):
+        both = extract(load64(base, 8 * quad), exponents)
+        first, second = np.int64(both & low) << 2, np.int64(both >> np.uint64(16)) << 2
+        store32(counts, first, load32(counts, first) + _ONE)
+        store32(counts, second, load32(counts, second) + _ONE)
+    if pairs & 1:
+        _count_pairs(base + 4 * (pairs - 1), 1, 2, 8, 7, counts)
 
 
 @entry
 def count_exponents(
-    data: Any, start: Any, stop: Any, element_bytes: Any, exponent_bits: Any, mantissa_bits: Any, counts: Any
+    data: Any, element_bytes: Any, exponent_bits: Any, mantissa_bits: Any, pairs: Any, totals: Any, portable: Any
 ) -> None:
-    """Add the exponents of elements ``start`` to ``stop`` up in ``counts``, (4, 256) int64.
+    """Add the exponents of an even number of elements to ``totals``, (256,) int64; ``pairs`` is (65536,) uint32 zeros.
 
-    Four tables, so that an increment seldom waits for the one before, which frequent values make to the same place.
+    Pairs of exponents are counted first: half the increments, and ones that seldom wait for the increment before,
+    because neighbouring elements are equal more often than neighbouring pairs. ``portable`` None is for BF16 only.
     """
-    shift, mask = np.uint64(mantissa_bits), (_ONE << np.uint64(exponent_bits)) - _ONE
-    for element in range(start, stop):
-        counts[element & 3, np.int64(_element(data, element, element_bytes) >> shift & mask)] += 1
+    base, number = address(data), data.size // (2 * element_bytes)
+    if portable is None:
+        _count_bf16(base, number, address(pairs))
+    else:
+        _count_pairs(base, number, element_bytes, exponent_bits, mantissa_bits, address(pairs))
+    for second in range(1 << exponent_bits):
+        row = np.int64(0)
+        for first in range(1 << exponent_bits):
+            row += np.int64(pairs[(second << 8) + first])
+            totals[first] += np.int64(pairs[(second << 8) + first])
+        totals[second] += row
 
 
-@entry
-def count_frequent(data: Any, start: Any, exponent_bits: Any, mantissa_bits: Any, frequent: Any, counts: Any) -> None:
-    """The same from ``start`` on for elements of 16 bits, most of which have an exponent in ``frequent``, (16,).
-
-    A block is compared with each of the 16 in turn, 32 elements at once; where they do not account for all of it, it is
-    counted again one by one.
-    """
-    size = data.size >> 1
-    shift, mask = np.uint64(mantissa_bits), (_ONE << np.uint64(exponent_bits)) - _ONE
-    exponents, found = np.empty(_BLOCK, np.uint8), np.empty(16, np.int64)
-    for first in range(start, size - _BLOCK + 1, _BLOCK):
-        for element in range(_BLOCK):
-            exponents[element] = load16(data, 2 * (first + element)) >> shift & mask
-        left = _BLOCK
-        for rank in range(16):
-            found[rank] = count_equal(exponents, 0, _BLOCK // 32, frequent[rank])
-            left -= found[rank]
-        if left:
-            count_exponents(data, first, first + _BLOCK, 2, exponent_bits, mantissa_bits, counts)
-        else:
-            for rank in range(16):
-                counts[0, frequent[rank]] += found[rank]
-    whole = start + (size - start) // _BLOCK * _BLOCK
-    count_exponents(data, whole, size, 2, exponent_bits, mantissa_bits, counts)
+@compiled
+def _split_bf16(data: Any, low: Any, exponents: Any, count: Any) -> None:
+    for element in range(count):
+        word = load16(data, 2 * element)
+        store8(exponents, element, word >> np.uint64(7))
+        store8(low, element, word & np.uint64(0x7F) | word >> np.uint64(8) & np.uint64(0x80))
 
 
 @compiled
 def _split(data: Any, segment: Any, plan: Any, first: Any, count: Any, exponents: Any, values: Any) -> None:
-    """Write a chunk's exponents to scratch and its residuals to their planes."""
+    """Write a block's exponents to scratch memory and its residuals to their planes."""
     if plan.element_bytes == 2 and plan.mantissa_bits == 7:
-        for element in range(count):
-            word = load16(data, 2 * (first + element))
-            exponents[element] = word >> np.uint64(7)
-            store8(
-                segment, plan.low + first + element, (word & np.uint64(0x7F)) | (word >> np.uint64(8) & np.uint64(0x80))
-            )
+        _split_bf16(data + 2 * first, segment + plan.low + first, exponents, count)
         return
     mantissa_bits, sign_bit = np.uint64(plan.mantissa_bits), np.uint64(plan.mantissa_bits + plan.exponent_bits)
-    mantissa, exponent = np.uint64((1 << plan.mantissa_bits) - 1), np.uint64((1 << plan.exponent_bits) - 1)
-    low_bits, low = np.uint64(plan.low_bits), np.uint64((1 << plan.low_bits) - 1)
+    mantissa, low_bits = (_ONE << mantissa_bits) - _ONE, np.uint64(plan.low_bits)
     for plane in range(2):
         for element in range(count):
-            word = _element(data, first + element, plan.element_bytes)
-            exponents[element] = word >> mantissa_bits & exponent
+            if plan.element_bytes == 2:
+                word = load16(data, 2 * (first + element))
+            elif plan.element_bytes == 4:
+                word = load32(data, 4 * (first + element))
+            else:
+                word = load8(data, first + element)
+            store8(exponents, element, word >> mantissa_bits & ((_ONE << np.uint64(plan.exponent_bits)) - _ONE))
             residual = (word & mantissa) | word >> sign_bit << mantissa_bits
-            values[element] = residual >> low_bits if plane else residual & low
+            store16(values, 2 * element, residual >> low_bits if plane else residual & ((_ONE << low_bits) - _ONE))
         width = plan.high_bits if plane else plan.low_bits
-        _pack(values, count, width, segment, (plan.high if plane else plan.low) + first * width // 8)
+        _pack(values, count, width, segment + (plan.high if plane else plan.low) + first * width // 8)
 
 
 @compiled
-def _pack(values: Any, count: Any, width: Any, target: Any, start: Any) -> None:
-    """Write ``count`` values of ``width`` bits, 16 at most, from byte ``start`` on, and no byte more."""
-    word, filled = np.uint64(0), 0
+def _pack(values: Any, count: Any, width: Any, target: Any) -> None:
+    """Write ``count`` values of ``width`` bits, 16 at most, one after another, and no byte more."""
+    word, filled, place = np.uint64(0), 0, 0
     for value in range(count):
-        word |= np.uint64(values[value]) << np.uint64(filled)
+        word |= load16(values, 2 * value) << np.uint64(filled)
         filled += width
         if filled >= 32:
-            store32(target, start, word)
+            store32(target, place, word)
             word >>= np.uint64(32)
             filled -= 32
-            start += 4
+            place += 4
     while filled > 0:
-        store8(target, start, word)
+        store8(target, place, word)
         word >>= np.uint64(8)
         filled -= 8
-        start += 1
+        place += 1
 
 
 @compiled
-def _look_up(windows: Any, firsts: Any, rest: Any, source: Any, target: Any, count: Any) -> None:
-    """Translate exponents: in a window by its 16 entries, relative (XOR) to ``rest``; all others to ``rest``."""
+def _look_up(lookup: Any, plan: Any, exponents: Any, selectors: Any, count: Any) -> None:
+    """Translate exponents: in a window by its 16 entries, relative (XOR) to ``plan.entries``; all others to that.
+
+    ``lookup`` holds 256 selectors, then the first exponents of 16 windows, then their entries.
+    """
     for place in range((count + 15) & -16):
-        target[place] = rest
-    for window in range(firsts.size):
+        store8(selectors, place, np.uint64(plan.entries))
+    for window in range(plan.windows):
         for place in range(0, count, 16):
-            translate_window(windows, firsts, window, source, target, place)
+            translate_window(lookup + 272, lookup + 256, window, exponents, selectors, place)
 
 
 @compiled
-def _look_up_portable(table: Any, source: Any, target: Any, count: Any) -> None:
+def _look_up_portable(lookup: Any, exponents: Any, selectors: Any, count: Any) -> None:
     for place in range(count):
-        target[place] = table[source[place]]
+        store8(selectors, place, load8(lookup, np.int64(load8(exponents, place))))
 
 
 @compiled
-def _to_nibbles(tables: Any, row: Any, selectors: Any, groups: Any, nibbles: Any) -> None:
-    for pair in range((groups + 1) >> 1):
-        translate_to_nibbles(tables, row, selectors, pair << 5, nibbles, pair << 4)
+def _to_nibbles(tables: Any, row: Any, selectors: Any, count: Any, nibbles: Any) -> None:
+    for place in range(0, count, 32):
+        translate_to_nibbles(tables, row, selectors, place, nibbles, row * _NIBBLE_BYTES + (place >> 1))
 
 
-@compiled
-def _pack_codes(codes: Any, width: Any, groups: Any, packed: Any) -> None:
-    mask = _NIBBLES * np.uint64((1 << width) - 1)
+@inlined
+def _pack_nibbles_as(width: Any, codes: Any, groups: Any, target: Any) -> None:
     for group in range(groups):
-        store64(packed, 2 * width * group, extract(load64(codes, group << 3), mask))
+        packed = extract(load64(codes, group << 3), _NIBBLES * np.uint64((1 << width) - 1))
+        if width == 4:
+            store64(target, 8 * group, packed)
+        elif width >= 2:
+            store32(target, 2 * width * group, packed)
+            if width == 3:
+                store16(target, 6 * group + 4, packed >> np.uint64(32))
+        else:
+            store16(target, 2 * group, packed)
 
 
 @compiled
-def _append_codes(codes: Any, masks: Any, groups: Any, segment: Any, tail: Any, position: Any) -> Any:
-    """Put the code bits that ``masks`` selects behind bit ``position`` of the tail; return the position after them."""
-    word = load8(segment, tail + (position >> 3)) & ((_ONE << np.uint64(position & 7)) - _ONE)
+def _pack_nibbles(width: Any, codes: Any, count: Any, target: Any, scratch: Any) -> None:
+    """Pack the first tier's codes, to the byte: what is not a whole group of 16 goes through scratch memory."""
+    groups = count >> 4
+    if width == 2:
+        _pack_nibbles_as(2, codes, groups, target)
+    else:
+        _pack_nibbles_as(width, codes, groups, target)
+    if count & 15:
+        _pack_nibbles_as(width, codes + (groups << 3), 1, scratch)
+        for byte in range(((count & 15) * width + 7) >> 3):
+            store8(target, 2 * width * groups + byte, load8(scratch, byte))
+
+
+@compiled
+def _append_codes(codes: Any, masks: Any, groups: Any, tail: Any, position: Any) -> Any:
+    """Put the bits of codes that ``masks`` selects behind bit ``position`` of the tail; return its end."""
+    word = load8(tail, position >> 3) & ((_ONE << np.uint64(position & 7)) - _ONE)
     for group in range(groups):
         mask = load64(masks, group << 3)
         word |= extract(load64(codes, group << 3), mask) << np.uint64(position & 7)
-        store64(segment, tail + (position >> 3), word)
+        store64(tail, position >> 3, word)
         more = popcount(mask)
         word >>= np.uint64(((position & 7) + more) & 56)
         position += more
@@ -210,164 +263,138 @@ def _append_codes(codes: Any, masks: Any, groups: Any, segment: Any, tail: Any, 
 
 
 @compiled
-def _append(values: Any, count: Any, width: Any, segment: Any, tail: Any, position: Any) -> Any:
-    """Put ``count`` values of ``width`` bits, 8 at most, behind bit ``position`` of the tail; return its end."""
-    for value in range(count):
-        place, filled = tail + (position >> 3), np.uint64(position & 7)
-        word = load8(segment, place) & ((_ONE << filled) - _ONE)
-        store16(segment, place, word | np.uint64(values[value]) << filled)
-        position += width
-    return position
+def _append(value: Any, width: Any, tail: Any, position: Any) -> Any:
+    """Put ``width`` bits, 8 at most, behind bit ``position`` of the tail; return its end."""
+    filled = np.uint64(position & 7)
+    word = load8(tail, position >> 3) & ((_ONE << filled) - _ONE)
+    store16(tail, position >> 3, word | value << filled)
+    return position + width
 
 
 @compiled
-def _find_escapes(marks: Any, groups: Any, exponents: Any, escapes: Any) -> Any:
-    """Gather the exponents that ``marks`` has ones for in its nibbles; return how many."""
-    found = 0
-    for group in range(groups):
-        mark = load64(marks, group << 3)
-        while mark:
-            escapes[found] = exponents[(group << 4) + (lowest_bit(mark) >> 2)]
-            found += 1
-            mark &= mark - _ONE
-    return found
+def _append_tiers(plan: Any, nibbles: Any, exponents: Any, first: Any, count: Any, tail: Any, position: Any) -> Any:
+    """Put the deeper tiers and the escapes of the chunk at ``first`` of the block behind the tail.
 
-
-@compiled
-def _append_tiers(
-    tables: Any,
-    plan: Any,
-    selectors: Any,
-    count: Any,
-    exponents: Any,
-    codes: Any,
-    masks: Any,
-    values: Any,
-    segment: Any,
-    position: Any,
-) -> Any:
-    """Put a chunk's deeper tiers and escapes behind the tail; return the new position and the number of escapes."""
-    groups = (count + 15) >> 4
+    Returns the end of the tail and the number of escapes.
+    """
+    groups, start, escapes = (count + 15) >> 4, nibbles + (first >> 1), 0
     for tier in range(1, plan.depth):
-        _to_nibbles(tables, 2 * tier, selectors, groups, codes)
-        _to_nibbles(tables, 2 * tier + 1, selectors, groups, masks)
-        position = _append_codes(codes, masks, groups, segment, plan.tail, position)
-    _to_nibbles(tables, 1, selectors, groups, masks)
-    missing = _find_escapes(masks, groups, exponents, values)
-    return _append(values, missing, 8, segment, plan.tail, position), missing
+        codes = start + 2 * tier * _NIBBLE_BYTES
+        position = _append_codes(codes, codes + _NIBBLE_BYTES, groups, tail, position)
+    for group in range(groups):
+        mark = load64(start + _NIBBLE_BYTES, group << 3)
+        while mark:
+            place = first + (group << 4) + (lowest_bit(mark) >> 2)
+            position = _append(load8(exponents, place), 8, tail, position)
+            escapes += 1
+            mark &= mark - _ONE
+    return position, escapes
 
 
 @compiled
 def _append_tiers_portable(
-    widths: Any, plan: Any, selectors: Any, count: Any, exponents: Any, values: Any, segment: Any, position: Any
+    plan: Any, selectors: Any, exponents: Any, first: Any, count: Any, tail: Any, position: Any
 ) -> Any:
     """:func:`_append_tiers` with one element at a time."""
-    base = (1 << widths[0]) - 1
-    for tier in range(1, plan.depth):
-        found, sentinel = 0, (1 << widths[tier]) - 1
-        for element in range(count):
-            if selectors[element] >= base:
-                values[found] = min(selectors[element] - base, sentinel)
-                found += 1
-        position = _append(values, found, widths[tier], segment, plan.tail, position)
+    widths, base = (plan.width1, plan.width2, plan.width3), (_ONE << np.uint64(plan.width0)) - _ONE
+    for tier in range(plan.depth - 1):
+        sentinel = (_ONE << np.uint64(widths[tier])) - _ONE
+        for place in range(first, first + count):
+            selector = load8(selectors, place)
+            if selector >= base:
+                position = _append(min(selector - base, sentinel), widths[tier], tail, position)
         base += sentinel
-    missing = 0
-    for element in range(count):
-        if selectors[element] == base:
-            values[missing] = exponents[element]
-            missing += 1
-    return _append(values, missing, 8, segment, plan.tail, position), missing
+    escapes = 0
+    for place in range(first, first + count):
+        if load8(selectors, place) == base:
+            position = _append(load8(exponents, place), 8, tail, position)
+            escapes += 1
+    return position, escapes
+
+
+@compiled
+def _pack_portable(plan: Any, selectors: Any, count: Any, values: Any, target: Any) -> None:
+    sentinel = (_ONE << np.uint64(plan.width0)) - _ONE
+    for place in range(count):
+        store16(values, 2 * place, min(load8(selectors, place), sentinel))
+    _pack(values, count, plan.width0, target)
 
 
 @entry
-def encode_tiers(
-    data: Any, segment: Any, plan: Any, widths: Any, table: Any, windows: Any, firsts: Any, tables: Any, portable: Any
-) -> Any:
-    """Encode (elements * element_bytes,) bytes; return escapes, bits of the tail, and the checksum's sum of words.
+def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any, plan: Any, portable: Any) -> Any:
+    """Encode (elements * element_bytes,) bytes; return escapes, bits of the tail, the checksum's sum of words.
 
-    ``segment`` has room for the longest tail and ``SLACK`` bytes; header and padding are left to the caller. ``table``
-    (256,) gives an exponent's selector, ``windows`` and ``firsts`` the same (see :func:`_look_up`). Row ``2 * k`` of
-    ``tables``, (8, 16) laid flat, gives a selector's code in tier ``k``, the row after it the mask of its bits there,
-    but row 1 marks escapes. ``portable`` as in :func:`~splitzip_aio.codec.fast_decode.decode_tiers`.
+    ``segment`` has room for the longest tail and ``SLACK`` bytes; header and padding are left to the caller.
+    ``scratch`` is (SCRATCH_BYTES,), ``lookup`` (528,) gives exponents their selectors (see :func:`_look_up`). Row
+    ``2 * k`` of ``tables``, (8, 16), gives a selector's code in tier ``k``, the row after it the mask of its bits there;
+    row 1, a mask that nobody needs, marks escapes. ``portable`` as in :func:`~splitzip_aio.codec.fast_decode.decode_tiers`.
     """
-    codes = np.empty(CHUNK_ELEMENTS // 2 + SLACK, np.uint8)
-    masks = np.empty(CHUNK_ELEMENTS // 2 + SLACK, np.uint8)
-    exponents = np.empty(CHUNK_ELEMENTS + SLACK, np.uint8)
-    selectors = np.empty(CHUNK_ELEMENTS + SLACK, np.uint8)
-    values = np.empty(CHUNK_ELEMENTS + SLACK, np.uint16)
-    position, escapes, total = 0, 0, np.uint64(0)
-    for first in range(0, plan.elements, CHUNK_ELEMENTS):
-        count = min(CHUNK_ELEMENTS, plan.elements - first)
-        if first % TILE_ELEMENTS == 0:
-            store32(segment, plan.starts + first // TILE_ELEMENTS * 4, np.uint64(position))
-        _split(data, segment, plan, first, count, exponents, values)
-        plane = plan.codes + first * widths[0] // 8
-        slow = True
+    source, base, exponents = address(data), address(segment), address(scratch)
+    selectors, nibbles, values = exponents + _SELECTORS, exponents + _CODES, exponents + _VALUES
+    tail, position, escapes, total = base + plan.tail, 0, 0, np.uint64(0)
+    for block in range(0, plan.elements, _BLOCK):
+        size, plane = min(_BLOCK, plan.elements - block), base + plan.codes + block * plan.width0 // 8
+        _split(source, base, plan, block, size, exponents, values)
         if portable is None:
-            slow = plan.entries >= 16
-            if not slow:
-                _look_up(windows, firsts, plan.entries, exponents, selectors, count)
-                selectors[count : count + SLACK] = 0
-                _to_nibbles(tables, 0, selectors, (count + 15) >> 4, codes)
-                _pack_codes(codes, widths[0], (count + 15) >> 4, masks)
-                for byte in range((count * widths[0] + 7) >> 3):
-                    store8(segment, plane + byte, np.uint64(masks[byte]))
-                position, missing = _append_tiers(
-                    tables, plan, selectors, count, exponents, codes, masks, values, segment, position
-                )
-                escapes += missing
-        if slow:
-            _look_up_portable(table, exponents, selectors, count)
-            for element in range(count):
-                values[element] = min(selectors[element], (1 << widths[0]) - 1)
-            _pack(values, count, widths[0], segment, plane)
-            position, missing = _append_tiers_portable(
-                widths, plan, selectors, count, exponents, values, segment, position
-            )
+            _look_up(address(lookup), plan, exponents, selectors, size)
+            for place in range(size, (size + 31) & -32):
+                store8(selectors, place, np.uint64(0))
+            for row in range(2 * plan.depth):
+                _to_nibbles(address(tables), row, selectors, size, nibbles)
+            _pack_nibbles(plan.width0, nibbles, size, plane, values)
+        else:
+            _look_up_portable(address(lookup), exponents, selectors, size)
+            _pack_portable(plan, selectors, size, values, plane)
+        for first in range(0, size, CHUNK_ELEMENTS):
+            tile, within = divmod(block + first, TILE_ELEMENTS)
+            if within == 0:
+                store32(base, plan.starts + 4 * tile, np.uint64(position))
+            count = min(CHUNK_ELEMENTS, size - first)
+            if portable is None:
+                position, missing = _append_tiers(plan, nibbles, exponents, first, count, tail, position)
+            else:
+                position, missing = _append_tiers_portable(plan, selectors, exponents, first, count, tail, position)
             escapes += missing
-        start = first * plan.element_bytes
-        total += sum_words(data, start, count * plan.element_bytes, start // GROUP_BYTES)
+        start, length = block * plan.element_bytes, size * plan.element_bytes
+        total += sum_words(source, start, length, start // GROUP_BYTES, length, False)
     tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS
-    store32(segment, plan.starts + 4 * tiles, np.uint64(position))
+    store32(base, plan.starts + 4 * tiles, np.uint64(position))
     return escapes, position, total
 
 
 @entry
-def encode_top16(
-    data: Any, segment: Any, plan: Any, table: Any, windows: Any, firsts: Any, escaped: Any, portable: Any
-) -> Any:
-    """:func:`encode_tiers` for the published layout; returns escapes and the checksum's sum of words.
+def encode_top16(data: Any, segment: Any, scratch: Any, lookup: Any, escaped: Any, plan: Any, portable: Any) -> Any:
+    """:func:`encode_tiers` for the published layout; returns the number of escapes and the checksum's sum of words.
 
     Selectors are codes, and 16 for an escape. Places go to the tail, the exponents of escapes to ``escaped``,
     (elements,), whence the caller puts them behind.
     """
-    exponents = np.empty(CHUNK_ELEMENTS + SLACK, np.uint8)
-    selectors = np.empty(CHUNK_ELEMENTS + SLACK, np.uint8)
-    values = np.empty(CHUNK_ELEMENTS, np.uint16)
+    source, base, exponents = address(data), address(segment), address(scratch)
+    selectors, values, listed = exponents + _SELECTORS, exponents + _VALUES, address(escaped)
     escapes, total = 0, np.uint64(0)
-    for first in range(0, plan.elements, CHUNK_ELEMENTS):
-        count = min(CHUNK_ELEMENTS, plan.elements - first)
-        store32(segment, plan.starts + first // CHUNK_ELEMENTS * 4, np.uint64(escapes))
-        _split(data, segment, plan, first, count, exponents, values)
+    for block in range(0, plan.elements, _BLOCK):
+        size, plane = min(_BLOCK, plan.elements - block), base + plan.codes + (block >> 1)
+        _split(source, base, plan, block, size, exponents, values)
         if portable is None:
-            _look_up(windows, firsts, 16, exponents, selectors, count)
+            _look_up(address(lookup), plan, exponents, selectors, size)
         else:
-            _look_up_portable(table, exponents, selectors, count)
-        selectors[count : count + SLACK] = 0
-        plane = plan.codes + (first >> 1)
-        for pair in range((count + 1) >> 1):
-            even, odd = np.uint64(selectors[2 * pair]), np.uint64(selectors[2 * pair + 1])
-            store8(segment, plane + pair, even << np.uint64(4) | odd & np.uint64(15))
-        for group in range((count + 7) >> 3):
+            _look_up_portable(address(lookup), exponents, selectors, size)
+        store64(selectors, size, np.uint64(0))
+        for pair in range((size + 1) >> 1):
+            codes = load16(selectors, 2 * pair)
+            store8(plane, pair, codes << np.uint64(4) | codes >> np.uint64(8) & np.uint64(15))
+        for group in range((size + 7) >> 3):
+            if group % (CHUNK_ELEMENTS >> 3) == 0:
+                store32(base, plan.starts + (block + (group << 3)) // CHUNK_ELEMENTS * 4, np.uint64(escapes))
             mark = load64(selectors, group << 3) & _TOP16_ESCAPES
             while mark:
                 place = (group << 3) + (lowest_bit(mark) >> 3)
-                store16(segment, plan.tail + 2 * escapes, np.uint64(place))
-                escaped[escapes] = exponents[place]
+                store16(base, plan.tail + 2 * escapes, np.uint64(place % CHUNK_ELEMENTS))
+                store8(listed, escapes, load8(exponents, place))
                 escapes += 1
                 mark &= mark - _ONE
-        start = first * plan.element_bytes
-        total += sum_words(data, start, count * plan.element_bytes, start // GROUP_BYTES)
+        start, length = block * plan.element_bytes, size * plan.element_bytes
+        total += sum_words(source, start, length, start // GROUP_BYTES, length, False)
     chunks = (plan.elements + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
-    store32(segment, plan.starts + 4 * chunks, np.uint64(escapes))
+    store32(base, plan.starts + 4 * chunks, np.uint64(escapes))
     return escapes, total

@@ -1,7 +1,9 @@
 """The machine instructions numba has no names for, as functions that its kernels call.
 
-Memory is read and written as little-endian words at any byte offset of a (n,) uint8 array: the caller proves that the
-word is inside. Words are uint64, narrower ones zero-extended; offsets and counts are int64, and the two are kept apart
+Memory is read and written as little-endian words at a byte offset from an address (:func:`address`), aligned or not.
+The caller proves that the word is inside, and keeps the array alive, as the arguments of an :func:`entry` are.
+Addresses instead of arrays cost no reference counting between kernels, and one compilation serves all callers.
+Words are uint64, narrower ones zero-extended; addresses, offsets and counts are int64, and the two are kept apart
 because numba makes a float64 of their sum.
 
 ``deposit``, ``extract`` and what is called ``translate`` are x86 instructions (:func:`has_bit_scatter`). LLVM ends the
@@ -24,8 +26,8 @@ from numba.core.registry import cpu_target
 from splitzip_aio.codec.checksum import KEY_OFFSET, KEY_STEP, STEP
 
 __all__ = [
+    "address",
     "compiled",
-    "count_equal",
     "deposit",
     "entry",
     "extract",
@@ -36,7 +38,6 @@ __all__ = [
     "load32",
     "load64",
     "lowest_bit",
-    "multiply_add_pairs",
     "popcount",
     "store8",
     "store16",
@@ -49,13 +50,10 @@ __all__ = [
     "translate_window",
 ]
 
+_KEY_STEP, _KEY_OFFSET, _STEP, _LOW = (np.uint64(value) for value in (KEY_STEP, KEY_OFFSET, STEP, 0xFFFFFFFF))
 _log = logging.getLogger(__name__)
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_BYTES32, _SHORTS32, _PAIRS8 = (
-    ir.VectorType(_I8, 32),
-    ir.VectorType(ir.IntType(16), 32),
-    ir.VectorType(ir.IntType(16), 8),
-)
+_PAIRS8 = ir.VectorType(ir.IntType(16), 8)
 _BYTES16, _WORDS8, _SUMS4 = ir.VectorType(_I8, 16), ir.VectorType(_I32, 8), ir.VectorType(_I64, 4)
 _NEEDED = {"+bmi2", "+popcnt", "+ssse3"}
 _MICROCODED = ("bdver4", "btver2", "znver1", "znver2")  # have PDEP and PEXT, but at 20 to 250 cycles each
@@ -134,9 +132,20 @@ deposit = _instruction("deposit", types.uint64, types.uint64, types.uint64, llvm
 extract = _instruction("extract", types.uint64, types.uint64, types.uint64, llvm="llvm.x86.bmi.pext.64")
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, offset: Any, to: Any) -> Any:
-    data = context.make_array(array_type)(context, builder, array).data
-    return builder.bitcast(builder.gep(data, [offset]), to.as_pointer())
+@_intrinsic
+def address(_context: Any, array: Any) -> Any:
+    """Address of a contiguous array's first byte."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        data = context.make_array(array)(context, builder, values[0]).data
+        return builder.ptrtoint(data, _I64)
+
+    return types.int64(array), emit
+
+
+def _pointer(builder: Any, base: Any, offset: Any, to: Any) -> Any:
+    """Pointer to ``to`` at ``base + offset``; in two steps, since LLVM cannot vectorise sums of integers."""
+    return builder.bitcast(builder.gep(builder.inttoptr(base, _I8.as_pointer()), [offset]), to.as_pointer())
 
 
 def _read(builder: Any, pointer: Any) -> Any:
@@ -146,26 +155,26 @@ def _read(builder: Any, pointer: Any) -> Any:
 
 
 def _loader(bits: int) -> Callable[..., Any]:
-    def typer(_context: Any, array: Any, offset: Any) -> Any:
+    def typer(_context: Any, base: Any, offset: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            word = _read(builder, _pointer(context, builder, array, values[0], values[1], ir.IntType(bits)))
+            word = _read(builder, _pointer(builder, values[0], values[1], ir.IntType(bits)))
             return word if bits == 64 else builder.zext(word, _I64)
 
-        return types.uint64(array, types.int64), emit
+        return types.uint64(types.int64, types.int64), emit
 
     typer.__name__ = f"load{bits}"
     return _intrinsic(typer)
 
 
 def _storer(bits: int) -> Callable[..., Any]:
-    def typer(_context: Any, array: Any, offset: Any, word: Any) -> Any:
+    def typer(_context: Any, base: Any, offset: Any, word: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            pointer = _pointer(context, builder, array, values[0], values[1], ir.IntType(bits))
+            pointer = _pointer(builder, values[0], values[1], ir.IntType(bits))
             narrow = values[2] if bits == 64 else builder.trunc(values[2], ir.IntType(bits))
             builder.store(narrow, pointer).align = 1
             return context.get_dummy_value()
 
-        return types.void(array, types.int64, types.uint64), emit
+        return types.void(types.int64, types.int64, types.uint64), emit
 
     typer.__name__ = f"store{bits}"
     return _intrinsic(typer)
@@ -181,18 +190,18 @@ def translate_nibbles(_context: Any, table: Any, source: Any, place: Any, target
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         table_, source_, place_, target_, offset_ = values
-        entries = _read(builder, _pointer(context, builder, table, table_, _I64(0), _BYTES16))
-        pairs = _read(builder, _pointer(context, builder, source, source_, place_, _BYTES16))
+        entries = _read(builder, _pointer(builder, table_, _I64(0), _BYTES16))
+        pairs = _read(builder, _pointer(builder, source_, place_, _BYTES16))
         low = _shuffle(builder, entries, builder.and_(pairs, ir.Constant(_BYTES16, [15] * 16)))
         high = _shuffle(builder, entries, builder.lshr(pairs, ir.Constant(_BYTES16, [4] * 16)))
         for half in range(2):
             order = [lane // 2 + 8 * half + 16 * (lane % 2) for lane in range(16)]
             both = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), order))
-            pointer = _pointer(context, builder, target, target_, builder.add(offset_, _I64(16 * half)), _BYTES16)
+            pointer = _pointer(builder, target_, builder.add(offset_, _I64(16 * half)), _BYTES16)
             builder.store(both, pointer).align = 1
         return context.get_dummy_value()
 
-    return types.void(table, source, types.int64, target, types.int64), emit
+    return types.void(*[types.int64] * 5), emit
 
 
 @_intrinsic
@@ -206,19 +215,19 @@ def translate_window(_context: Any, tables: Any, first: Any, window: Any, source
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         tables_, first_, window_, source_, target_, offset_ = values
         place = builder.mul(window_, _I64(16))
-        entries = _read(builder, _pointer(context, builder, tables, tables_, place, _BYTES16))
-        start = _splat(builder, _read(builder, _pointer(context, builder, first, first_, window_, _I8)), _BYTES16)
-        value = _read(builder, _pointer(context, builder, source, source_, offset_, _BYTES16))
+        entries = _read(builder, _pointer(builder, tables_, place, _BYTES16))
+        start = _splat(builder, _read(builder, _pointer(builder, first_, window_, _I8)), _BYTES16)
+        value = _read(builder, _pointer(builder, source_, offset_, _BYTES16))
         # PSHUFB gives zero where bit 7 is set: adding 0x70 with saturation sets it for all but 0..15.
         number = _call(
             builder, "llvm.uadd.sat.v16i8", _BYTES16, [builder.sub(value, start), ir.Constant(_BYTES16, [0x70] * 16)]
         )
-        pointer = _pointer(context, builder, target, target_, offset_, _BYTES16)
+        pointer = _pointer(builder, target_, offset_, _BYTES16)
         result = builder.xor(_read(builder, pointer), _shuffle(builder, entries, number))
         builder.store(result, pointer).align = 1
         return context.get_dummy_value()
 
-    return types.void(tables, first, types.int64, source, target, types.int64), emit
+    return types.void(*[types.int64] * 6), emit
 
 
 @_intrinsic
@@ -230,37 +239,18 @@ def translate_to_nibbles(
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         tables_, row_, source_, offset_, target_, place_ = values
         start = builder.mul(row_, _I64(16))
-        entries = _read(builder, _pointer(context, builder, tables, tables_, start, _BYTES16))
+        entries = _read(builder, _pointer(builder, tables_, start, _BYTES16))
         weights = ir.Constant(_BYTES16, [1, 16] * 8)
         sums = []
         for half in range(2):
-            pointer = _pointer(context, builder, source, source_, builder.add(offset_, _I64(16 * half)), _BYTES16)
+            pointer = _pointer(builder, source_, builder.add(offset_, _I64(16 * half)), _BYTES16)
             results = _shuffle(builder, entries, _read(builder, pointer))
             sums.append(_call(builder, "llvm.x86.ssse3.pmadd.ub.sw.128", _PAIRS8, [results, weights]))
         packed = _call(builder, "llvm.x86.sse2.packuswb.128", _BYTES16, sums)
-        builder.store(packed, _pointer(context, builder, target, target_, place_, _BYTES16)).align = 1
+        builder.store(packed, _pointer(builder, target_, place_, _BYTES16)).align = 1
         return context.get_dummy_value()
 
-    return types.void(tables, row, source, types.int64, target, types.int64), emit
-
-
-@_intrinsic
-def count_equal(_context: Any, array: Any, offset: Any, blocks: Any, byte: Any) -> Any:
-    """How many of ``32 * blocks`` bytes of ``array``, at most 255 blocks, equal ``byte``; plain vector IR."""
-
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        array_, offset_, blocks_, byte_ = values
-        wanted = _splat(builder, builder.trunc(byte_, _I8), _BYTES32)
-        counts = cgutils.alloca_once_value(builder, ir.Constant(_BYTES32, None))
-        with cgutils.for_range(builder, blocks_) as loop:
-            place = builder.add(offset_, builder.mul(loop.index, _I64(32)))
-            found = _read(builder, _pointer(context, builder, array, array_, place, _BYTES32))
-            equal = builder.sext(builder.icmp_unsigned("==", found, wanted), _BYTES32)
-            builder.store(builder.sub(builder.load(counts), equal), counts)
-        wide = builder.zext(builder.load(counts), _SHORTS32)
-        return builder.zext(_call(builder, "llvm.vector.reduce.add.v32i16", ir.IntType(16), [wide]), _I64)
-
-    return types.int64(array, types.int64, types.int64, types.int64), emit
+    return types.void(*[types.int64] * 6), emit
 
 
 def _shuffle(builder: Any, entries: Any, numbers: Any) -> Any:
@@ -273,31 +263,47 @@ def _splat(builder: Any, value: Any, vector: Any) -> Any:
     return builder.shuffle_vector(single, ir.Constant(vector, ir.Undefined), lanes)
 
 
-@_intrinsic
-def multiply_add_pairs(_context: Any, array: Any, offset: Any, group: Any, pairs: Any) -> Any:
+def _adder(write: bool) -> Callable[..., Any]:
     """Sum of word times key over ``2 * pairs`` checksum groups from ``offset`` on, the first of them ``group``.
 
     Plain vector IR, so every target has it; x86 multiplies the even words and the odd words with one PMULUDQ each.
+    Fetches what is ``ahead`` bytes further into the cache meanwhile, to be read or (``write``) written: passes over
+    scratch memory leave the memory bus idle, and fetching past the end of an array is harmless.
     """
 
-    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        array_, offset_, group_, pairs_ = values
-        mixed = cgutils.alloca_once_value(builder, _first_mixed(builder, group_))
-        totals = cgutils.alloca_once_value(builder, ir.Constant(_SUMS4, None))
-        steps = ir.Constant(_WORDS8, [lane % 4 * STEP & 0xFFFFFFFF for lane in range(8)])
-        with cgutils.for_range(builder, pairs_) as loop:
-            place = builder.add(offset_, builder.mul(loop.index, _I64(32)))
-            words = _read(builder, _pointer(context, builder, array, array_, place, _WORDS8))
-            seed = builder.load(mixed)
-            builder.store(builder.add(seed, _words(2 * KEY_STEP)), mixed)
-            keys = builder.or_(builder.xor(seed, builder.lshr(seed, _words(15))), _words(1))
-            products = _products(builder, words, builder.add(keys, steps))
-            builder.store(builder.add(builder.load(totals), products), totals)
-        sums = builder.load(totals)
-        lanes = [builder.extract_element(sums, _I32(lane)) for lane in range(4)]
-        return builder.add(builder.add(lanes[0], lanes[1]), builder.add(lanes[2], lanes[3]))
+    def typer(_context: Any, base: Any, offset: Any, group: Any, pairs: Any, ahead: Any) -> Any:
+        def emit(_context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            base_, offset_, group_, pairs_, ahead_ = values
+            mixed = cgutils.alloca_once_value(builder, _first_mixed(builder, group_))
+            totals = cgutils.alloca_once_value(builder, ir.Constant(_SUMS4, None))
+            steps = ir.Constant(_WORDS8, [lane % 4 * STEP & 0xFFFFFFFF for lane in range(8)])
+            with cgutils.for_range(builder, pairs_) as loop:
+                place = builder.add(offset_, builder.mul(loop.index, _I64(32)))
+                words = _read(builder, _pointer(builder, base_, place, _WORDS8))
+                _fetch(builder, _pointer(builder, base_, builder.add(place, ahead_), _I8), write)
+                seed = builder.load(mixed)
+                builder.store(builder.add(seed, _words(2 * KEY_STEP)), mixed)
+                keys = builder.or_(builder.xor(seed, builder.lshr(seed, _words(15))), _words(1))
+                products = _products(builder, words, builder.add(keys, steps))
+                builder.store(builder.add(builder.load(totals), products), totals)
+            sums = builder.load(totals)
+            lanes = [builder.extract_element(sums, _I32(lane)) for lane in range(4)]
+            return builder.add(builder.add(lanes[0], lanes[1]), builder.add(lanes[2], lanes[3]))
 
-    return types.uint64(array, types.int64, types.int64, types.int64), emit
+        return types.uint64(*[types.int64] * 5), emit
+
+    typer.__name__ = "add_written_pairs" if write else "add_pairs"
+    return _intrinsic(typer)
+
+
+def _fetch(builder: Any, pointer: Any, write: bool) -> None:
+    nearest, data = _I32(3), _I32(1)
+    signature = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+    fetch = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    builder.call(fetch, [pointer, _I32(int(write)), nearest, data])
+
+
+_add_pairs, _add_written_pairs = _adder(write=False), _adder(write=True)
 
 
 def _words(value: int) -> Any:
@@ -320,20 +326,25 @@ def _products(builder: Any, words: Any, keys: Any) -> Any:
     return builder.add(even, odd)
 
 
-@compiled
-def sum_words(array: Any, start: Any, size: Any, group: Any) -> Any:
-    """The checksum's sum of word times key over ``size`` bytes from ``start`` on, where group ``group`` begins."""
-    pairs, left = size >> 5, size & 31
-    total = multiply_add_pairs(array, start, group, pairs)
-    if left:
-        rest = np.zeros(32, np.uint8)
-        for byte in range(left):
-            rest[byte] = load8(array, start + size - left + byte)
-        total += multiply_add_pairs(rest, 0, group + 2 * pairs, 1)
+@inlined
+def sum_words(base: Any, start: Any, size: Any, group: Any, ahead: Any, written: Any) -> Any:
+    """The checksum's sum of word times key over ``size`` bytes from ``start`` on, where group ``group`` begins.
+
+    What is ``ahead`` bytes further is fetched meanwhile; ``written`` says that it will be written.
+    """
+    pairs = size >> 5
+    if written:
+        total = _add_written_pairs(base, start, group, pairs, ahead)
+    else:
+        total = _add_pairs(base, start, group, pairs, ahead)
+    for place in range(pairs << 5, size):
+        mixed = np.uint64(group + (place >> 4)) * _KEY_STEP + _KEY_OFFSET & _LOW
+        key = (mixed ^ (mixed >> np.uint64(15)) | np.uint64(1)) + np.uint64((place & 15) >> 2) * _STEP & _LOW
+        total += (load8(base, start + place) << np.uint64(8 * (place & 3))) * key
     return total
 
 
 @entry
 def sum_all_words(array: Any) -> Any:
     """:func:`sum_words` of a whole (n,) array."""
-    return sum_words(array, 0, array.size, 0)
+    return sum_words(address(array), 0, array.size, 0, 1024, False)
