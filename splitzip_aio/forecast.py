@@ -1,0 +1,76 @@
+"""Which layers will be asked for next: learned from which followed which the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from splitzip_aio.errors import InvalidArgumentError, UnknownLayerError
+
+__all__ = ["Forecast"]
+
+_RIGHT_TO_TRUST = 2  # demands foreseen, one after another, before what comes next is believed
+
+
+class Forecast:
+    """Remembers, for each layer, the one that was asked for after it the last time.
+
+    A loop over the layers, in whatever order, is so known after one round, and the step from its end to its start with
+    the second. A changed order is known after one round of it. A layer that was not left yet is followed by the next
+    of the execution order; the end of that by nothing, since a model that is loaded once has no second round.
+
+    Two demands in a row must have been foreseen before anything is foreseen: while the order changes, reading ahead of
+    it only takes room and bandwidth from what is asked for.
+
+    Args:
+        layers: all layers, in execution order.
+        order: the order they will be asked for in, round after round; believed from the first demand on.
+
+    Raises:
+        UnknownLayerError: ``order`` names a layer that there is not.
+        InvalidArgumentError: it is one name instead of a sequence, or has one twice.
+    """
+
+    def __init__(self, layers: Sequence[str], *, order: Sequence[str] | None = None) -> None:
+        usual = layers if order is None else _checked(order, layers)
+        self._usual = dict(zip(usual, [*usual[1:], *usual[:1]], strict=True))
+        self._end = usual[-1] if usual and order is None else None
+        self._followed: dict[str, str] = {}
+        self._latest: str | None = None
+        self._right = 0 if order is None else _RIGHT_TO_TRUST
+
+    def note(self, layer: str) -> None:
+        """A layer was asked for; asking for the same again says nothing."""
+        previous, self._latest = self._latest, layer
+        if previous is None or previous == layer:
+            return
+        foreseen = self._followed.get(previous, self._usual.get(previous))
+        self._right = self._right + 1 if foreseen == layer else 0
+        self._followed[previous] = layer
+
+    def coming(self) -> Iterator[str]:
+        """The layers that come next, the nearest first, none twice, without the one asked for last."""
+        if self._latest is None or self._right < _RIGHT_TO_TRUST:
+            return
+        seen = {self._latest}
+        layer = self._after(self._latest)
+        while layer is not None and layer not in seen:
+            yield layer
+            seen.add(layer)
+            layer = self._after(layer)
+
+    def _after(self, layer: str) -> str | None:
+        if layer in self._followed:
+            return self._followed[layer]
+        return self._usual.get(layer) if layer != self._end else None
+
+
+def _checked(order: Sequence[str], layers: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(order, str):
+        raise InvalidArgumentError(f"order: expected names of layers, found {order!r}")
+    known = set(layers)
+    for place, name in enumerate(order):
+        if name not in known:
+            raise UnknownLayerError(f"order[{place}]: no layer {name!r}")
+        if name in order[:place]:
+            raise InvalidArgumentError(f"order[{place}]: {name!r} is there twice; name each layer once")
+    return tuple(order)

@@ -1,0 +1,99 @@
+"""A pack as the pipeline reads it: through the page cache what is in it, past it what is not.
+
+What the page cache holds comes from there at memory speed, copied by several of the kernel's workers at a time. What it
+does not hold would be read into it first, and push out what someone else keeps there; direct I/O brings it straight
+into the slot. Which of the two is best is a matter of the moment and of the extent, so it is asked before each read.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from splitzip_aio.abc import FileHandle, IOMode, ReadDriver
+from splitzip_aio.drivers.page_cache import PageCache
+
+__all__ = ["PackIdentity", "PackSource"]
+
+
+@dataclass(frozen=True, slots=True)
+class PackIdentity:
+    """Which file, and which contents of it: any write or replacement makes it another."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> PackIdentity:
+        """The identity of an open file as it is now."""
+        status = os.fstat(descriptor)
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+class PackSource:
+    """An open pack.
+
+    Args:
+        reader: the driver that reads it.
+        descriptor: of the pack; closed with the source.
+        path: what errors are to call it.
+        io: ``"direct"`` and ``"buffered"`` are orders. ``"auto"`` reads buffered what the page cache holds, and
+            direct, where the file system has that, what it does not hold completely.
+
+    Attributes:
+        path: what errors call it.
+        identity: which file it is.
+
+    Raises:
+        ReadError: it cannot be opened.
+        UnsupportedError: ``io="direct"``, and there is no direct I/O.
+    """
+
+    def __init__(self, reader: ReadDriver, descriptor: int, path: str, *, io: IOMode) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._page_cache: PageCache | None = None
+        try:
+            self.identity = PackIdentity.of(descriptor)
+            self._main = self._cached = self._open(reader, io)
+            if io == "auto" and self._main.direct:
+                self._cached = self._open(reader, "buffered")
+                self._page_cache = PageCache(descriptor, self.identity.size)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether what the page cache does not hold is read past it."""
+        return self._main.direct
+
+    @property
+    def fallback(self) -> str | None:
+        """Which better way of reading could not be taken, and why; None if none was passed over."""
+        if self._page_cache is not None:
+            reason = self._page_cache.reason
+            return None if reason is None else f"page cache: never read from, {reason}"
+        return None if self._main.direct else f"direct I/O: {self._main.reason}"
+
+    def handle(self, offset: int, nbytes: int) -> FileHandle:
+        """How ``[offset, offset + nbytes)`` is best read now."""
+        if self._page_cache is not None and self._page_cache.holds(offset, nbytes):
+            return self._cached
+        return self._main
+
+    def close(self) -> None:
+        """Close what the driver does not. Idempotent."""
+        if self._page_cache is not None:
+            self._page_cache.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _open(self, reader: ReadDriver, io: IOMode) -> FileHandle:
+        file = reader.open(f"/proc/self/fd/{self._descriptor}", io=io)
+        file.path = self.path
+        return file

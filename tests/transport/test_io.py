@@ -1,0 +1,112 @@
+"""Where bytes come from: past the page cache, or out of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from splitzip_aio.abc import IOMode
+from splitzip_aio.drivers.files import direct_support
+from splitzip_aio.drivers.page_cache import PageCache
+from splitzip_aio.transport import Transport, open_transport
+from tests.transport.samples import Sample, settled
+
+pytestmark = pytest.mark.anyio
+
+
+class Packs:
+    """The packs of a cache, and how many of their pages the page cache holds."""
+
+    def __init__(self, root: Path) -> None:
+        self.descriptors = [os.open(path, os.O_RDONLY) for path in sorted((root / "packs").iterdir())]
+        self.sizes = [os.fstat(descriptor).st_size for descriptor in self.descriptors]
+
+    def evict(self) -> None:
+        for descriptor in self.descriptors:
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def fill(self, count: int) -> None:
+        """Read the first ``count`` packs."""
+        for descriptor, size in list(zip(self.descriptors, self.sizes, strict=True))[:count]:
+            os.pread(descriptor, size, 0)
+
+    @property
+    def cached_pages(self) -> int:
+        libc = ctypes.CDLL(None)
+        total = 0
+        for descriptor, size in zip(self.descriptors, self.sizes, strict=True):
+            counts = (ctypes.c_uint64 * 5)()
+            if libc.syscall(ctypes.c_long(451), descriptor, (ctypes.c_uint64 * 2)(0, size), counts, 0) != 0:
+                pytest.skip("no cachestat here")
+            total += counts[0]
+        return total
+
+
+@pytest.fixture
+def packs(sample: Sample) -> Iterator[Packs]:
+    packs = Packs(sample.root)
+    if not direct_support(packs.descriptors[0]).supported:
+        pytest.skip("no direct I/O here")
+    yield packs
+    packs.fill(len(packs.descriptors))
+    for descriptor in packs.descriptors:
+        os.close(descriptor)
+
+
+async def stream(sample: Sample, io: IOMode) -> Transport:
+    async with open_transport(sample.root, device="cpu", ring_bytes="1MiB", io=io) as transport:
+        for layer in transport.layers:
+            await sample.check_prefetch(transport, layer)
+        await settled(transport)
+    return transport
+
+
+@pytest.mark.parametrize("io", ["auto", "direct"])
+async def test_a_cold_cache_leaves_the_page_cache_as_it_was(sample: Sample, packs: Packs, io: IOMode) -> None:
+    packs.evict()
+    assert packs.cached_pages == 0
+    statistics = (await stream(sample, io)).statistics()
+    assert packs.cached_pages == 0
+    assert statistics.buffered_bytes == 0
+    assert statistics.direct_bytes == statistics.io.bytes_read > 0
+
+
+async def test_a_warm_cache_is_read_from_the_page_cache(sample: Sample, packs: Packs) -> None:
+    packs.fill(len(packs.descriptors))
+    statistics = (await stream(sample, "auto")).statistics()
+    assert statistics.direct_files == statistics.files
+    assert statistics.direct_bytes == 0
+    assert statistics.buffered_bytes == statistics.io.bytes_read > 0
+    assert statistics.fallbacks == ()
+
+
+async def test_each_extent_comes_from_where_it_is(sample: Sample, packs: Packs) -> None:
+    packs.evict()
+    packs.fill(1)
+    before = packs.cached_pages
+    statistics = (await stream(sample, "auto")).statistics()
+    assert packs.cached_pages == before > 0
+    assert statistics.direct_bytes > 0
+    assert statistics.buffered_bytes > 0
+
+
+async def test_orders_are_followed_whatever_is_cached(sample: Sample, packs: Packs) -> None:
+    packs.fill(len(packs.descriptors))
+    assert (await stream(sample, "direct")).statistics().buffered_bytes == 0
+    packs.evict()
+    assert (await stream(sample, "buffered")).statistics().direct_bytes == 0
+    assert packs.cached_pages > 0
+
+
+async def test_a_page_cache_that_cannot_be_asked_is_a_fallback(
+    sample: Sample, packs: Packs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PageCache, "_choose", lambda self: (setattr(self, "reason", "no"), (None, None))[1])
+    statistics = (await stream(sample, "auto")).statistics()
+    assert statistics.buffered_bytes == 0
+    assert statistics.fallbacks == ("page cache: never read from, no",)
