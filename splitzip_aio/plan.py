@@ -100,7 +100,6 @@ class ExecutionPlan:
         self._members = _group(entries, layer_of)
         self._planned: dict[str, LayerPlan] = {}
         self.layers = tuple(self._members)
-        self._place = {name: place for place, name in enumerate(self.layers)}
 
     @property
     def nbytes(self) -> int:
@@ -122,14 +121,6 @@ class ExecutionPlan:
                 raise UnknownLayerError(f"no layer {name!r}; the cache has {_some(self.layers)}")
             plan = self._planned[name] = self._plan(name)
         return plan
-
-    def following(self, name: str) -> tuple[str, ...]:
-        """The layers that come after ``name`` in a pass over all layers."""
-        return self.layers[self._place[name] + 1 :]
-
-    def distance(self, start: str, end: str) -> int:
-        """How many layers from ``start`` on ``end`` comes, from 1 to the number of layers: passes follow each other."""
-        return (self._place[end] - self._place[start] - 1) % len(self.layers) + 1
 
     def _plan(self, name: str) -> LayerPlan:
         tensors: list[PlannedTensor] = []

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from splitzip_aio.abc import FileHandle, ReadDriver
+from splitzip_aio.abc import ReadDriver
 from splitzip_aio.errors import CorruptDataError, SplitZipError
 from splitzip_aio.loading import FilledSlot, Load
+from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import PlannedRead
 from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import Slot, StagingRing
@@ -27,7 +28,7 @@ class Prefetcher:
     Args:
         driver: reads into the ring's slots, which are its buffers.
         ring: the staging ring.
-        files: packs by index, opened by ``driver``; None for one that is missing.
+        files: packs by index, read by ``driver``; None for one that is missing.
         packs: their paths, for errors.
         output: where filled slots go; it has room for every slot, so the ring alone holds reading back.
         clock: told of each wait; by default nobody is.
@@ -37,7 +38,7 @@ class Prefetcher:
         self,
         driver: ReadDriver,
         ring: StagingRing,
-        files: Sequence[FileHandle | None],
+        files: Sequence[PackSource | None],
         packs: Sequence[str],
         output: MemoryObjectSendStream[FilledSlot],
         *,
@@ -108,7 +109,12 @@ class Prefetcher:
         file, count = self._files[read.pack], 0
         if file is not None:
             count = await self._driver.read(
-                file, slot.index, 0, offset=read.offset, nbytes=read.nbytes, urgent=load.urgent
+                file.handle(read.offset, read.nbytes),
+                slot.index,
+                0,
+                offset=read.offset,
+                nbytes=read.nbytes,
+                urgent=load.urgent,
             )
         if count < read.nbytes:
             lost = next(segment for segment in read.segments if segment.source + segment.nbytes > count)

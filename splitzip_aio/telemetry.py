@@ -51,6 +51,7 @@ class ResidencyStatistics:
         demands: prefetches asked for.
         hits: demands that found their layer resident.
         joins: demands that found their layer on its way or waiting.
+        misses: the other demands: nobody had foreseen or asked for their layer, or it had to go.
         read_ahead: loads begun before anyone asked for their layer.
         loaded: loads completed.
         abandoned: loads given up because everyone who waited was cancelled, a demand needed the room, or
@@ -68,6 +69,7 @@ class ResidencyStatistics:
     demands: int
     hits: int
     joins: int
+    misses: int
     read_ahead: int
     loaded: int
     abandoned: int
@@ -114,8 +116,10 @@ class TransportStatistics:
         residency: the layers in it.
         time: what was waited for, and how long.
         layers: layers in the cache.
-        direct_files: packs that are read past the page cache.
+        direct_files: packs that are read past the page cache, except for what it holds already.
         files: packs.
+        direct_bytes: bytes read past the page cache.
+        buffered_bytes: bytes read through it.
         wire_bytes: encoded bytes decoded so far, headers included, without what reads brought beside them.
         decoded_bytes: bytes decoded so far.
         fallbacks: for each better way that could not be taken, what and why; empty if none.
@@ -130,6 +134,8 @@ class TransportStatistics:
     layers: int
     direct_files: int
     files: int
+    direct_bytes: int
+    buffered_bytes: int
     wire_bytes: int
     decoded_bytes: int
     fallbacks: tuple[str, ...]

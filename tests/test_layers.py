@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"telemetry"}),
     frozenset({"codec", "stages"}),
     frozenset({"cache", "drivers"}),
-    frozenset({"arena", "plan", "staging"}),
+    frozenset({"arena", "forecast", "packs", "plan", "staging"}),
     frozenset({"loading"}),
     frozenset({"dispatch", "prefetch"}),
     frozenset({"transport"}),

@@ -93,13 +93,6 @@ def test_layers_are_in_the_order_of_their_first_tensors() -> None:
     assert mixed.layer("z") is mixed.layer("z")
 
 
-def test_passes_over_the_layers_follow_each_other() -> None:
-    order = plan(*(entry(f"t{i}", [160], layer=f"l{i}") for i in range(4)))
-    assert order.following("l1") == ("l2", "l3")
-    assert order.following("l3") == ()
-    assert [order.distance("l1", f"l{i}") for i in range(4)] == [3, 4, 1, 2]
-
-
 def test_layer_of_overrides_the_cache() -> None:
     entries = [entry("a.x", [160]), entry("b.x", [160])]
     grouped = ExecutionPlan(entries, slot_bytes=4096, max_segments=9, layer_of=lambda name: name.split(".")[1])

@@ -30,7 +30,7 @@ class StreamReport:
         device: where tensors were decoded to; ``gpu`` is its name, None on the CPU.
         codec: what decoded: Triton kernels, or which of the CPU codecs.
         driver: which driver read.
-        direct: every pack was read past the page cache.
+        direct: nothing was read through the page cache.
         fixed_buffers: the slots were registered with the kernel.
         pinned: the slots were page-locked for the GPU.
         layers, tensors: how many were handed out.
@@ -109,7 +109,7 @@ async def stream_cache(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         codec="triton" if device.type == "cuda" else cpu.implementation(),
         driver=statistics.io.name,
-        direct=statistics.direct_files == statistics.files,
+        direct=statistics.buffered_bytes == 0,
         fixed_buffers=statistics.io.fixed_buffers,
         pinned=statistics.ring.pinned,
         layers=len(transport.layers),

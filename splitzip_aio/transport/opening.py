@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
@@ -13,11 +12,13 @@ import anyio
 import anyio.to_thread
 import torch
 
-from splitzip_aio.abc import Arena, FileHandle, IOMode, ReadDriver
+from splitzip_aio.abc import Arena, IOMode, ReadDriver
 from splitzip_aio.arena import CudaArena, HostArena
 from splitzip_aio.cache import LayerRule, SplitZipShardCache
 from splitzip_aio.drivers import DriverName, open_driver
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
+from splitzip_aio.forecast import Forecast
+from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 from splitzip_aio.staging import StagingRing, split_ring
 from splitzip_aio.timeline import Timeline
@@ -39,6 +40,7 @@ async def open_transport(
     driver: DriverName = "auto",
     io: IOMode = "auto",
     layer_of: LayerRule | None = None,
+    order: Sequence[str] | None = None,
     timeline: Timeline | None = None,
 ) -> AsyncIterator[Transport]:
     """Open a cache for streaming: ``async with open_transport("cache/") as transport``.
@@ -53,13 +55,17 @@ async def open_transport(
         ring_bytes: memory for staging slots; page-locked for a GPU. One slot is enough, three or more overlap.
         arena_bytes: memory on the device for decoded layers, at most; never more than all layers need.
         driver: ``"uring"``, ``"threads"`` or ``"auto"``.
-        io: how packs are read: ``"direct"``, ``"buffered"`` or ``"auto"``.
+        io: how packs are read: ``"direct"`` past the page cache, ``"buffered"`` through it, or ``"auto"``: each extent
+            from the page cache if it is there, and else past it.
         layer_of: from a tensor's name to its layer's; by default what the cache was built with.
+        order: names of layers in the order they will be asked for in, round after round, if that is known. Otherwise
+            it is learned: from the execution order, and from which layer was asked for after which.
         timeline: where to record what each stage does, if anyone wants to look at it.
 
     Raises:
         CacheNotFoundError, ManifestError: there is no usable cache.
         InvalidArgumentError: an option is out of range.
+        UnknownLayerError: ``order`` names a layer that the cache does not have.
         LayerTooLargeError: the ring is smaller than the cache's largest segment.
         UnsupportedError: the device, the driver or direct reading was asked for and cannot be had here.
         ReadError: a pack cannot be opened.
@@ -75,6 +81,7 @@ async def open_transport(
         driver=driver,
         io=io,
         layer_of=layer_of,
+        order=order,
         timeline=timeline,
         fallbacks=fallbacks,
     )
@@ -126,6 +133,7 @@ def _assemble(
     driver: DriverName,
     io: IOMode,
     layer_of: LayerRule | None,
+    order: Sequence[str] | None,
     timeline: Timeline | None,
     fallbacks: tuple[str, ...],
 ) -> Parts:
@@ -140,6 +148,7 @@ def _assemble(
             ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=kind.table_bytes
         )
         plan = ExecutionPlan(entries, slot_bytes=payload_bytes, max_segments=kind.max_segments, layer_of=layer_of)
+        forecast = Forecast(plan.layers, order=order)
         ring = resources.enter_context(
             StagingRing(slots, payload_bytes, table_bytes=kind.table_bytes(payload_bytes), pinned=device.type == "cuda")
         )
@@ -149,9 +158,13 @@ def _assemble(
         reader = open_driver(driver, buffers=[slot.payload for slot in ring.slots])
         resources.push_async_exit(reader)
         packs = tuple(str(opened.pack_path(number)) for number in range(len(opened.manifest.packs)))
-        files = tuple(_open_pack(opened, number, reader, io) for number in range(len(packs)))
+        files = []
+        for number in range(len(packs)):
+            files.append(_open_pack(opened, number, reader, io))
+            if files[-1] is not None:
+                resources.callback(files[-1].close)
     fallbacks = (*fallbacks, *_fallbacks(ring, reader, files, io))
-    return Parts(plan, ring, reader, files, packs, arena, timeline, fallbacks)
+    return Parts(plan, forecast, ring, reader, tuple(files), packs, arena, timeline, fallbacks)
 
 
 def _choose_device(device: str | torch.device) -> tuple[torch.device, tuple[str, ...]]:
@@ -200,7 +213,7 @@ def _make_arena(device: torch.device, capacity_bytes: int, slot_bytes: int) -> A
     return HostArena(capacity_bytes)
 
 
-def _open_pack(cache: SplitZipShardCache, number: int, reader: ReadDriver, io: IOMode) -> FileHandle | None:
+def _open_pack(cache: SplitZipShardCache, number: int, reader: ReadDriver, io: IOMode) -> PackSource | None:
     """Open a pack by way of the cache's own descriptor, so that it is the one that the manifest belongs to.
 
     None if it does not exist, which concerns only who reads from it.
@@ -209,21 +222,17 @@ def _open_pack(cache: SplitZipShardCache, number: int, reader: ReadDriver, io: I
         descriptor = cache.open_pack(number)
     except CorruptDataError:
         return None
-    try:
-        file = reader.open(f"/proc/self/fd/{descriptor}", io=io)
-    finally:
-        os.close(descriptor)
-    file.path = str(cache.pack_path(number))  # what errors are to call it
-    return file
+    return PackSource(reader, descriptor, str(cache.pack_path(number)), io=io)
 
 
-def _fallbacks(ring: StagingRing, reader: ReadDriver, files: Sequence[FileHandle | None], io: IOMode) -> Iterator[str]:
+def _fallbacks(ring: StagingRing, reader: ReadDriver, files: Sequence[PackSource | None], io: IOMode) -> Iterator[str]:
     """Each better way that could not be taken, and why."""
     refused = ring.statistics().fallback
     if refused is not None:
         yield f"pinned memory: {refused}"
     yield from reader.statistics().fallbacks
     if io == "auto":
-        for reason in dict.fromkeys(file.reason for file in files if file is not None and not file.direct):
-            logger.warning("packs are read through the page cache: %s", reason)
-            yield f"direct I/O: {reason}"
+        for reason in dict.fromkeys(file.fallback for file in files if file is not None):
+            if reason is not None:
+                logger.warning("packs are not read in the best way: %s", reason)
+                yield reason

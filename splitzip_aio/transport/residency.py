@@ -11,9 +11,10 @@ arrival, so a large one is not overtaken by small ones for ever; joining a layer
 no room and waits for nobody. What is held is never evicted; of the rest, the least recently used goes first, and only
 if that makes room.
 
-Once demands follow the execution order, the layers that come next are loaded ahead, with nobody holding them: as far as
-there is room that nothing needs sooner, and no more bytes at a time than the ring holds. That never stands in a
-demand's way: a demand evicts what was read ahead, and if need be gives up what is still on its way.
+Once demands come as foreseen (see :mod:`splitzip_aio.forecast`), the layers that come next are loaded ahead, with
+nobody holding them: as far as there is room that nothing needs sooner, and no more bytes at a time than the ring holds.
+That never stands in a demand's way: a demand evicts what was read ahead, and if need be gives up what is still on its
+way.
 
 A layer that is GONE while reads of it are in flight keeps its range until they are done; a new demand starts anew
 elsewhere.
@@ -30,13 +31,12 @@ import anyio
 
 from splitzip_aio.abc import Arena, Fence
 from splitzip_aio.errors import CorruptDataError, LayerTooLargeError, SplitZipError, TransportError
+from splitzip_aio.forecast import Forecast
 from splitzip_aio.loading import Load
 from splitzip_aio.plan import ExecutionPlan, LayerPlan
 from splitzip_aio.telemetry import ResidencyStatistics
 
 __all__ = ["Occupant", "OccupantState", "Residency"]
-
-_STEPS_TO_TRUST = 2  # demands in execution order, one after another, before the next are foreseen
 
 
 class OccupantState(enum.Enum):
@@ -84,18 +84,27 @@ class Residency:
 
     Args:
         arena: where ranges are allocated.
-        plan: the layers and their order.
+        plan: the layers.
+        forecast: the order they are asked for in.
         submit: starts a load that was given its range.
         ahead_bytes: how many bytes of the arena may be loading before nothing more is read ahead.
     """
 
-    def __init__(self, arena: Arena, plan: ExecutionPlan, submit: Callable[[Load], None], *, ahead_bytes: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        plan: ExecutionPlan,
+        forecast: Forecast,
+        submit: Callable[[Load], None],
+        *,
+        ahead_bytes: int,
+    ) -> None:
         self._arena = arena
         self._plan = plan
+        self._forecast = forecast
         self._submit = submit
         self._ahead_bytes = ahead_bytes
-        self._latest: str | None = None  # the layer that was asked for last
-        self._steps = 0  # how many demands up to that one followed the execution order
+        self._closed = False
         self._doubtful: set[str] = set()  # failed to load; not read ahead until someone asks for them
         self._occupants: dict[str, Occupant] = {}  # all but GONE ones, the least recently used first
         self._waiting: deque[Occupant] = deque()
@@ -116,7 +125,7 @@ class Residency:
         else:
             self._join(occupant)
         self._demands += 1
-        self._follow(name)
+        self._forecast.note(name)
         self._load_ahead()
         return occupant
 
@@ -140,7 +149,7 @@ class Residency:
     def close(self, error: TransportError) -> None:
         """Give up everything: who waits gets ``error``, and reads in flight are left to end."""
         self._waiting.clear()
-        self._latest = None
+        self._closed = True
         for occupant in list(self._occupants.values()):
             if occupant.state is OccupantState.RESIDENT:
                 use = self._arena.fence() if occupant.holds else None
@@ -164,6 +173,7 @@ class Residency:
             demands=self._demands,
             hits=self._hits,
             joins=self._joins,
+            misses=self._demands - self._hits - self._joins,
             read_ahead=self._read_ahead,
             loaded=self._loaded,
             abandoned=self._abandoned,
@@ -206,26 +216,21 @@ class Residency:
             self._waiting.popleft()
             self._start(occupant, base, urgent=True)
 
-    def _follow(self, name: str) -> None:
-        """Note a demand: whether it is what the execution order foresaw."""
-        if self._latest is not None and name != self._latest:
-            self._steps = self._steps + 1 if self._plan.distance(self._latest, name) == 1 else 0
-        self._latest = name
-
     def _load_ahead(self) -> None:
         """Start the layers that come next, as far as there is room that nothing needs sooner."""
-        if self._latest is None or self._steps < _STEPS_TO_TRUST or self._waiting:
+        if self._closed or self._waiting:
             return
         loading = sum(
             occupant.plan.nbytes for occupant in self._occupants.values() if occupant.state is OccupantState.LOADING
         )
-        for name in self._plan.following(self._latest):
+        coming = list(self._forecast.coming())
+        for place, name in enumerate(coming):
             if loading >= self._ahead_bytes:
                 return
             if name in self._occupants or name in self._doubtful:
                 continue
             plan = self._plan.layer(name)
-            base = self._make_room(plan.nbytes, self._needed_after(name, self._latest))
+            base = self._make_room(plan.nbytes, self._needed_after(place, coming))
             if base is None:
                 return
             occupant = self._occupants[name] = Occupant(plan)
@@ -247,11 +252,12 @@ class Residency:
             if occupant.state is OccupantState.RESIDENT and not occupant.holds
         ]
 
-    def _needed_after(self, name: str, latest: str) -> list[Occupant]:
-        """Idle layers that are needed later than ``name``, counted from ``latest``; the last one needed first."""
-        distances = {occupant: self._plan.distance(latest, occupant.plan.name) for occupant in self._idle()}
-        limit = self._plan.distance(latest, name)
-        return sorted((each for each in distances if distances[each] > limit), key=distances.__getitem__, reverse=True)
+    def _needed_after(self, place: int, coming: Sequence[str]) -> list[Occupant]:
+        """Idle layers needed later than ``coming[place]``: the last one needed first, before it those not foreseen."""
+        places = {name: nearness for nearness, name in enumerate(coming)}
+        far = len(coming)
+        later = [each for each in self._idle() if places.get(each.plan.name, far) > place]
+        return sorted(later, key=lambda each: places.get(each.plan.name, far), reverse=True)
 
     def _make_room(self, nbytes: int, idle: Sequence[Occupant]) -> int | None:
         """Allocate, evicting from ``idle`` in this order, if and only if that helps."""

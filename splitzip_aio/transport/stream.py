@@ -12,10 +12,12 @@ import anyio
 import torch
 from anyio.lowlevel import current_token
 
-from splitzip_aio.abc import Arena, FileHandle, ReadDriver
+from splitzip_aio.abc import Arena, ReadDriver
 from splitzip_aio.dispatch import Dispatcher
 from splitzip_aio.errors import ClosedError, SplitZipError, TransportError, WrongEventLoopError
+from splitzip_aio.forecast import Forecast
 from splitzip_aio.loading import FilledSlot
+from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan
 from splitzip_aio.prefetch import Prefetcher
 from splitzip_aio.stages import StageClock
@@ -35,9 +37,10 @@ class Parts:
     """What a transport is made of, and what it closes."""
 
     plan: ExecutionPlan
+    forecast: Forecast
     ring: StagingRing
     driver: ReadDriver
-    files: Sequence[FileHandle | None]
+    files: Sequence[PackSource | None]
     packs: Sequence[str]
     arena: Arena
     timeline: Timeline | None
@@ -60,6 +63,7 @@ class Transport:
         self._residency = Residency(
             parts.arena,
             parts.plan,
+            parts.forecast,
             self._prefetcher.submit,
             ahead_bytes=len(parts.ring.slots) * parts.ring.payload_bytes,
         )
@@ -110,9 +114,10 @@ class Transport:
     def statistics(self) -> TransportStatistics:
         """A snapshot of what the transport is doing and has done."""
         parts = self._parts
+        io = parts.driver.statistics()
         return TransportStatistics(
             device=str(self.device),
-            io=parts.driver.statistics(),
+            io=io,
             ring=parts.ring.statistics(),
             arena=parts.arena.statistics(),
             residency=self._residency.statistics(),
@@ -120,6 +125,8 @@ class Transport:
             layers=len(self.layers),
             direct_files=sum(file is not None and file.direct for file in parts.files),
             files=len(parts.files),
+            direct_bytes=io.direct_bytes_read,
+            buffered_bytes=io.bytes_read - io.direct_bytes_read,
             wire_bytes=self._dispatcher.wire_bytes,
             decoded_bytes=self._dispatcher.decoded_bytes,
             fallbacks=parts.fallbacks,

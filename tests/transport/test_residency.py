@@ -9,6 +9,7 @@ import pytest
 
 from splitzip_aio.arena.host import HostArena
 from splitzip_aio.errors import ClosedError, CorruptDataError, LayerTooLargeError, ReadError
+from splitzip_aio.forecast import Forecast
 from splitzip_aio.loading import Load
 from splitzip_aio.plan import ExecutionPlan, LayerPlan, PlannedRead
 from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
@@ -44,17 +45,12 @@ class Order(ExecutionPlan):
     def __init__(self, names: Sequence[str]) -> None:
         super().__init__((), slot_bytes=4096, max_segments=1)
         self.layers = tuple(names)
-        self._place = {name: place for place, name in enumerate(names)}
         for name in names:
             self.add(name)
 
     def add(self, name: str, units: int = 1, reads: int = 1) -> None:
         read = PlannedRead(0, 0, 4096, ())
         self._planned[name] = LayerPlan(name, (), units * UNIT, (read,) * reads)
-        self._place.setdefault(name, 0)
-
-    def distance(self, start: str, end: str) -> int:
-        return super().distance(start, end) if self.layers else 0
 
 
 class House:
@@ -64,7 +60,9 @@ class House:
         self.arena = FencingArena(units * UNIT)
         self.started: list[Load] = []
         self.order = Order(order)
-        self.residency = Residency(self.arena, self.order, self.started.append, ahead_bytes=ahead_units * UNIT)
+        self.residency = Residency(
+            self.arena, self.order, Forecast(self.order.layers), self.started.append, ahead_bytes=ahead_units * UNIT
+        )
 
     def hold(self, name: str, units: int = 1, reads: int = 1) -> Occupant:
         if name not in self.order.layers:
