@@ -32,14 +32,16 @@ def build_cache(
     coverage_min: float | None = None,
     segment_elements: int = SEGMENT_ELEMENTS,
     pack_bytes: int = PACK_BYTES,
+    device: str = "auto",
     layer_of: LayerRule | None = None,
     progress: ProgressCallback | None = None,
 ) -> BuildReport:
     """Compress a checkpoint into a cache that holds every tensor of it, losslessly.
 
-    Memory stays at a few segments, however large the checkpoint. Tensors are placed by layer and name in natural
-    order (``blocks.2`` before ``blocks.10``). A build that was killed continues where it was when it is started again
-    with the same sources and options; one that fails or is interrupted removes what it made.
+    Memory stays at a few segments, or with a GPU a few batches of 32 MiB, however large the checkpoint. Tensors are
+    placed by layer and name in natural order (``blocks.2`` before ``blocks.10``). A build that was killed continues
+    where it was when it is started again with the same sources and options; one that fails or is interrupted removes
+    what it made.
 
     Args:
         sources: a ``.safetensors`` file, a ``.safetensors.index.json``, a directory with either, or several of these.
@@ -50,6 +52,8 @@ def build_cache(
         coverage_min: store tensors whose 16 most frequent exponents make up less than this share; by default none.
         segment_elements: elements of a segment, the unit of reading and checking.
         pack_bytes: size at which another pack file is begun.
+        device: what encodes: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"auto"``, a GPU where one can be used. The cache
+            is the same.
         layer_of: from a tensor's name to its layer's; by default :func:`splitzip_aio.cache.layer_name`.
         progress: called after each segment.
 
@@ -61,6 +65,7 @@ def build_cache(
         CacheError: ``out`` cannot be written, as when the disk is full.
         ReadError: the operating system failed a read.
         InvalidArgumentError: an option is out of range.
+        UnsupportedError: ``device`` names a GPU that is not there, or Triton is missing.
     """
     checkpoint = open_checkpoint(sources)
     rule = layer_of or layer_name
@@ -73,6 +78,7 @@ def build_cache(
         coverage_min=coverage_min,
         segment_elements=segment_elements,
         pack_bytes=pack_bytes,
+        device=device,
         layer_of=rule,
         sources=[
             Source(file.name, file.identity.size, file.header_hash, dict(file.metadata)) for file in checkpoint.files

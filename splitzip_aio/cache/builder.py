@@ -20,6 +20,7 @@ from splitzip_aio.cache.manifest import Blob, Source, Tensor
 from splitzip_aio.cache.packs import PackWriter
 from splitzip_aio.cache.workspace import Workspace
 from splitzip_aio.codec import cpu
+from splitzip_aio.codec.coders import open_coder
 from splitzip_aio.codec.dtypes import tensor_contents
 from splitzip_aio.codec.layout import MAX_SEGMENT_ELEMENTS, SEGMENT_ELEMENTS
 from splitzip_aio.codec.schedule import Schedule
@@ -54,6 +55,8 @@ class SplitZipShardCacheBuilder:
         coverage_min: store tensors whose 16 most frequent exponents make up less than this share; by default none.
         segment_elements: elements of a segment, the unit of reading and checking.
         pack_bytes: size at which another pack is begun.
+        device: what encodes: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"auto"``, a GPU where one can be used. The cache
+            is the same.
         layer_of: from a tensor's name to its layer's; by default :func:`splitzip_aio.cache.layer_name`.
         sources: the files that origins given to :meth:`add` refer to.
 
@@ -62,6 +65,7 @@ class SplitZipShardCacheBuilder:
         CacheBusyError: another builder is at work in ``out``.
         CacheError: ``out`` cannot be written.
         InvalidArgumentError: an option is out of range.
+        UnsupportedError: ``device`` names a GPU that is not there, or Triton is missing.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class SplitZipShardCacheBuilder:
         coverage_min: float | None = None,
         segment_elements: int = SEGMENT_ELEMENTS,
         pack_bytes: int = PACK_BYTES,
+        device: str = "auto",
         layer_of: LayerRule | None = None,
         sources: Sequence[Source] = (),
     ) -> None:
@@ -92,6 +97,7 @@ class SplitZipShardCacheBuilder:
             schedule=None if schedule is None else Schedule.parse(schedule),
             coverage_min=coverage_min,
             segment_elements=segment_elements,
+            coder=open_coder(device),
         )
         self._contents = Contents(tuple(sources))
         self._resumed = 0

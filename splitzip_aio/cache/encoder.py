@@ -11,9 +11,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from splitzip_aio.cache.content import ContentHasher
-from splitzip_aio.cache.segments import segment_count, segment_range
-from splitzip_aio.codec import cpu
+from splitzip_aio.cache.segments import segment_bytes
 from splitzip_aio.codec.codebook import SplitZipCodebook
+from splitzip_aio.codec.coders import SegmentCoder
 from splitzip_aio.codec.formats import RAW, ElementFormat, element_format
 from splitzip_aio.codec.schedule import STORED, Schedule
 from splitzip_aio.codec.segments import SegmentPlan, plan_segments
@@ -61,7 +61,7 @@ class ArrayTensor:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the first pass learns: content key, and of each segment its exponent counts and a digest.
+    """What the first pass learns: content key, exponent counts of each segment, and a digest of each batch read.
 
     ``coverage`` is the share of elements whose exponent is among the 16 most frequent; None without such elements.
     """
@@ -74,30 +74,40 @@ class Survey:
 
 
 class TensorEncoder:
-    """Surveys and encodes tensors through one buffer of one segment, which bounds its memory.
+    """Surveys and encodes tensors through one buffer of a batch of segments, which bounds its memory.
 
     ``schedule`` is used wherever it applies and does not cost more than storing; None chooses the cheapest. A tensor
-    whose coverage is below ``coverage_min`` is stored.
+    whose coverage is below ``coverage_min`` is stored. ``coder`` does the work and says how large a batch is.
     """
 
-    def __init__(self, *, schedule: Schedule | None, coverage_min: float | None, segment_elements: int) -> None:
+    def __init__(
+        self,
+        *,
+        schedule: Schedule | None,
+        coverage_min: float | None,
+        segment_elements: int,
+        coder: SegmentCoder,
+    ) -> None:
         self._schedule = schedule
         self._coverage_min = coverage_min
         self._segment_elements = segment_elements
+        self._coder = coder
         self._buffer = np.empty(0, np.uint8)
-        self._held: int | None = None  # which segment of the surveyed tensor the buffer still holds
+        self._held: range | None = None  # which bytes of the surveyed tensor the buffer still holds
 
     def survey(self, data: TensorData) -> Survey:
         """Read all of a tensor once."""
         fmt = element_format(data.dtype)
+        step = segment_bytes(data.dtype, self._segment_elements)
         hasher = ContentHasher(data.dtype, data.shape)
-        histograms, digests = [], []
+        histograms: list[NDArray[np.int64]] = []
+        digests = []
         self._held = None
-        for place in range(segment_count(data.nbytes, data.dtype, self._segment_elements)):
-            piece = self._read(data, place)
-            hasher.update(piece)
-            histograms.append(cpu.histogram(piece, fmt))
-            digests.append(xxhash.xxh3_64_intdigest(piece.data))
+        for where in self._batches(data):
+            batch = self._read(data, where)
+            hasher.update(batch)
+            histograms += self._coder.count(batch, fmt, step)
+            digests.append(xxhash.xxh3_64_intdigest(batch.data))
         return Survey(hasher.hexdigest(), fmt, tuple(histograms), tuple(digests), _coverage(fmt, histograms))
 
     def plan(self, survey: Survey) -> SegmentPlan:
@@ -119,25 +129,36 @@ class TensorEncoder:
         Raises:
             SourceChangedError: the second reading differs from the first.
         """
-        for place, digest in enumerate(survey.digests):
-            piece = self._read(data, place)
-            if xxhash.xxh3_64_intdigest(piece.data) != digest:
+        step = segment_bytes(data.dtype, self._segment_elements)
+        for where, digest in zip(self._batches(data), survey.digests, strict=True):
+            batch = self._read(data, where)
+            if xxhash.xxh3_64_intdigest(batch.data) != digest:
                 raise SourceChangedError(
-                    f"segment {place} of a {data.dtype} tensor {list(data.shape)} changed while it was read; build "
-                    "again once nothing writes to it"
+                    f"bytes {where.start} to {where.stop} of a {data.dtype} tensor {list(data.shape)} changed while it "
+                    "was read; build again once nothing writes to it"
                 )
-            yield cpu.encode_segment(piece, survey.fmt, plan.schedule, plan.codebooks), piece.size
+            part = plan.part(where.start // step, -(-where.stop // step))
+            starts = range(0, batch.size, step)
+            for start, segment in zip(starts, self._coder.encode(batch, survey.fmt, step, part), strict=True):
+                yield segment, min(step, batch.size - start)
 
-    def _read(self, data: TensorData, place: int) -> NDArray[np.uint8]:
-        where = segment_range(place, data.nbytes, data.dtype, self._segment_elements)
+    def _batches(self, data: TensorData) -> Iterator[range]:
+        """The tensor's bytes, a batch of whole segments at a time."""
+        step = segment_bytes(data.dtype, self._segment_elements)
+        size = max(1, self._coder.batch_bytes // step) * step
+        for start in range(0, data.nbytes, size):
+            yield range(start, min(start + size, data.nbytes))
+
+    def _read(self, data: TensorData, where: range) -> NDArray[np.uint8]:
         if self._buffer.size < len(where):
-            self._buffer = np.empty(len(where), np.uint8)
-        piece = self._buffer[: len(where)]
-        if self._held != place:
             self._held = None
-            data.read_into(where.start, piece)
-            self._held = place
-        return piece
+            self._buffer = self._coder.allocate(len(where))
+        batch = self._buffer[: len(where)]
+        if self._held != where:
+            self._held = None
+            data.read_into(where.start, batch)
+            self._held = where
+        return batch
 
 
 def _coverage(fmt: ElementFormat, histograms: Sequence[NDArray[np.int64]]) -> float | None:

@@ -163,6 +163,11 @@ class GpuSegmentEncoder:
         self._encode: Any = encode.encode_segments_kernel
         self._copy: Any = encode.copy_segments_kernel
 
+    def upload(self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int) -> DeviceContents:
+        """Contents of (nbytes,) uint8 on the host, best in pinned memory, which must not change until it is copied."""
+        copy = torch.from_numpy(data).to(self.device, non_blocking=True)
+        return DeviceContents.of(copy, fmt, segment_bytes)
+
     def count(self, contents: Sequence[DeviceContents]) -> PendingCounts:
         """Start to count the exponents of every segment of ``contents``; they must not change until encoded."""
         stretches = tuple(each.stretch for each in contents)

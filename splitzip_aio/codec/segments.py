@@ -44,6 +44,13 @@ class SegmentPlan:
     tail_bits: tuple[int, ...]
     escapes: tuple[int, ...]
 
+    def part(self, start: int, stop: int) -> SegmentPlan:
+        """The plan of segments ``start`` to ``stop`` alone."""
+        places = slice(start, stop)
+        return SegmentPlan(
+            self.schedule, self.codebooks, self.segments[places], self.tail_bits[places], self.escapes[places]
+        )
+
 
 def plan_segments(
     fmt: ElementFormat,

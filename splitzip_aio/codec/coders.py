@@ -1,0 +1,136 @@
+"""What a build encodes with: the CPU, segment by segment, or a GPU, a batch of them at a time. The bytes are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from splitzip_aio.codec import cpu
+from splitzip_aio.codec.formats import ElementFormat
+from splitzip_aio.codec.segments import SegmentPlan
+from splitzip_aio.errors import InvalidArgumentError, UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CpuSegmentCoder", "GpuSegmentCoder", "SegmentCoder", "open_coder"]
+
+_GPU_BATCH_BYTES = 32 << 20
+
+
+class SegmentCoder(Protocol):
+    """Counts and encodes consecutive segments of one tensor, of ``segment_bytes`` decoded bytes each but the last."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Decoded bytes that it works best on at a time, if they are whole segments."""
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """(nbytes,) uint8 to read elements into."""
+
+    def count(self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int) -> list[NDArray[np.int64]]:
+        """Each segment's (256,) exponent counts, as ``cpu.histogram`` gives them."""
+
+    def encode(
+        self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int, plan: SegmentPlan
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Each segment encoded as ``plan``, which is for just these segments, says."""
+
+
+class CpuSegmentCoder:
+    """The CPU codec, one segment at a time."""
+
+    batch_bytes = 1
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """(nbytes,) uint8 to read elements into."""
+        return np.empty(nbytes, np.uint8)
+
+    def count(self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int) -> list[NDArray[np.int64]]:
+        """Each segment's (256,) exponent counts."""
+        return [cpu.histogram(piece, fmt) for piece in _pieces(data, segment_bytes)]
+
+    def encode(
+        self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int, plan: SegmentPlan
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Each segment encoded."""
+        for piece in _pieces(data, segment_bytes):
+            yield cpu.encode_segment(piece, fmt, plan.schedule, plan.codebooks)
+
+
+class GpuSegmentCoder:
+    """A GPU, which takes up to 32 MiB of segments at a time through pinned memory.
+
+    Raises:
+        UnsupportedError: Triton is not installed, or there is neither a CUDA device nor the interpreter.
+    """
+
+    batch_bytes = _GPU_BATCH_BYTES
+
+    def __init__(self, device: torch.device | str) -> None:
+        from splitzip_aio.codec.gpu_segments import GpuSegmentEncoder
+
+        self._encoder = GpuSegmentEncoder(device)
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """(nbytes,) uint8 in pinned memory to read elements into."""
+        import torch
+
+        memory: NDArray[np.uint8] = torch.empty(
+            nbytes, dtype=torch.uint8, pin_memory=self._encoder.device.type == "cuda"
+        ).numpy()
+        return memory
+
+    def count(self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int) -> list[NDArray[np.int64]]:
+        """Each segment's (256,) exponent counts."""
+        (counts,) = self._encoder.count([self._encoder.upload(data, fmt, segment_bytes)]).wait()
+        return list(counts)
+
+    def encode(
+        self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int, plan: SegmentPlan
+    ) -> Iterator[NDArray[np.uint8]]:
+        """Each segment encoded; valid until the next is asked for."""
+        import torch
+
+        encoded = self._encoder.encode([self._encoder.upload(data, fmt, segment_bytes)], [plan])
+        out = self.allocate(sum(plan.segments))
+        encoded.to_host(torch.from_numpy(out))
+        stop = 0
+        for size in plan.segments:
+            start, stop = stop, stop + size
+            yield out[start:stop]
+
+
+def open_coder(device: str) -> SegmentCoder:
+    """The coder for ``device``: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or ``"auto"``, a GPU where one can be used.
+
+    Raises:
+        InvalidArgumentError: there is no such device.
+        UnsupportedError: Triton is not installed, or there is no CUDA device.
+    """
+    if device == "cpu":
+        return CpuSegmentCoder()
+    import torch
+
+    from splitzip_aio.codec.gpu import triton_available
+
+    if device == "auto":
+        usable = torch.cuda.is_available() and triton_available()
+        return GpuSegmentCoder("cuda") if usable else CpuSegmentCoder()
+    try:
+        target = torch.device(device)
+    except RuntimeError as exc:
+        raise InvalidArgumentError(f"device {device!r}: expected auto, cpu, cuda or cuda:0") from exc
+    if target.type != "cuda":
+        raise InvalidArgumentError(f"device {device!r}: expected auto, cpu, cuda or cuda:0")
+    if not torch.cuda.is_available() or (target.index or 0) >= torch.cuda.device_count():
+        raise UnsupportedError(f"device {device!r}: torch finds {torch.cuda.device_count()} CUDA devices; use 'cpu'")
+    return GpuSegmentCoder(target)
+
+
+def _pieces(data: NDArray[np.uint8], segment_bytes: int) -> Iterator[NDArray[np.uint8]]:
+    for start in range(0, data.size, segment_bytes):
+        yield data[start : start + segment_bytes]
