@@ -84,13 +84,20 @@ def build(
     force: Force = False,
     schedule: ScheduleText = None,
     coverage_min: CoverageMin = None,
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Compress safetensors checkpoints into a cache."""
     with reporting(as_json=as_json) as output:
         with output.progress(f"build {out}") as progress:
             report = splitzip_aio.build_cache(
-                sources, out, force=force, schedule=schedule, coverage_min=coverage_min, progress=progress
+                sources,
+                out,
+                force=force,
+                schedule=schedule,
+                coverage_min=coverage_min,
+                device=str(best_device(device)),
+                progress=progress,
             )
         output.result(report, render.build, ratio=report.ratio)
 

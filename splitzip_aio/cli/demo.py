@@ -68,7 +68,7 @@ def run_demo(
         _need_room(Path(scratch), total_bytes)
         cache = Path(scratch, "cache")
         with output.progress("compress") as progress:
-            build = splitzip_aio.build_cache(source, cache, progress=progress)
+            build = splitzip_aio.build_cache(source, cache, device=str(device), progress=progress)
         stream = partial(stream_cache, cache, device=device, driver="auto", total_bytes=total_bytes)
         with output.progress("stream and compare") as progress, Comparison(contents) as comparison:
             anyio.run(partial(stream, progress=progress, visit=comparison.visit))
