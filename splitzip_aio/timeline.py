@@ -201,8 +201,8 @@ def _draw(axes: Axes, row: int, stage: Stage, lanes: Sequence[Sequence[Slice]], 
             [((each.begin_s - start_s) * 1e3, (each.end_s - each.begin_s) * 1e3) for each in lane],
             (row - 0.42 + place * height, height),
             facecolors=_COLORS[stage],
-            edgecolors="white",
-            linewidth=0.4,
+            edgecolors="black",
+            linewidth=0.3,
         )
 
 

@@ -1,4 +1,4 @@
-"""The ``splitzip-aio`` command: build, inspect, verify, load, demo, doctor."""
+"""The ``splitzip-aio`` command: build, inspect, verify, load, demo, bench, doctor."""
 
 from __future__ import annotations
 

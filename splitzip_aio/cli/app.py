@@ -11,6 +11,7 @@ import typer
 
 import splitzip_aio
 from splitzip_aio.cli import render
+from splitzip_aio.cli.bench.commands import bench
 from splitzip_aio.cli.demo import run_demo
 from splitzip_aio.cli.doctor import examine
 from splitzip_aio.cli.output import reporting
@@ -30,6 +31,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:

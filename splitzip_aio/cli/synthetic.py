@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from splitzip_aio.cache.progress import Progress, ProgressCallback
 from splitzip_aio.errors import InvalidArgumentError
 
-__all__ = ["MIN_CHECKPOINT_BYTES", "trained_weights", "write_checkpoint"]
+__all__ = ["MIN_CHECKPOINT_BYTES", "Weight", "header", "trained_weights", "write_checkpoint", "write_weights"]
 
 MIN_CHECKPOINT_BYTES = 64 << 10
 """The smallest checkpoint that :func:`write_checkpoint` makes."""
@@ -33,7 +33,9 @@ _MATRICES = (
 _SQUARES = sum(rows * columns for _, rows, columns in _MATRICES)
 
 
-class _Weight(NamedTuple):
+class Weight(NamedTuple):
+    """A BF16 tensor of a checkpoint that is made up."""
+
     name: str
     shape: tuple[int, ...]
 
@@ -73,19 +75,34 @@ def write_checkpoint(
     """
     if nbytes < MIN_CHECKPOINT_BYTES:
         raise InvalidArgumentError(f"a checkpoint of {nbytes} bytes: at least {MIN_CHECKPOINT_BYTES} are needed")
-    weights = list(_transformer(nbytes))
+    write_weights(path, list(_transformer(nbytes)), seed=seed, progress=progress)
+
+
+def write_weights(
+    path: str | os.PathLike[str],
+    weights: Sequence[Weight],
+    *,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Write a safetensors file of these tensors, made on ``device``, one in memory at a time.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     done, total = 0, sum(_bytes(weight) for weight in weights)
     with open(path, "wb") as file:
-        file.write(_header(weights))
+        file.write(header(weights))
         for index, weight in enumerate(weights):
-            data = _values(weight, seed=seed * 1_000_003 + index).view(torch.uint8).numpy()
+            data = _values(weight, seed=seed * 1_000_003 + index, device=device).cpu().view(torch.uint8).numpy()
             file.write(data.data)
             done += data.nbytes
             if progress is not None:
                 progress(Progress(done, total, weight.name))
 
 
-def _transformer(nbytes: int) -> Iterator[_Weight]:
+def _transformer(nbytes: int) -> Iterator[Weight]:
     """Blocks as wide as leaves room for a few of them; what no block fills goes to the embedding."""
     width = _MAX_WIDTH
     while _BLOCKS_AT_LEAST * _block_bytes(width) > nbytes and width > 16:
@@ -93,30 +110,30 @@ def _transformer(nbytes: int) -> Iterator[_Weight]:
     blocks = max(1, nbytes // _block_bytes(width))
     rows = (nbytes - blocks * _block_bytes(width)) // (2 * width)
     if rows:
-        yield _Weight("model.embed_tokens.weight", (rows, width))
+        yield Weight("model.embed_tokens.weight", (rows, width))
     for block in range(blocks):
         prefix = f"model.layers.{block}"
-        yield _Weight(f"{prefix}.input_layernorm.weight", (width,))
+        yield Weight(f"{prefix}.input_layernorm.weight", (width,))
         for name, row_units, column_units in _MATRICES:
-            yield _Weight(f"{prefix}.{name}.weight", (row_units * width, column_units * width))
+            yield Weight(f"{prefix}.{name}.weight", (row_units * width, column_units * width))
 
 
 def _block_bytes(width: int) -> int:
     return 2 * (_SQUARES * width * width + width)
 
 
-def _bytes(weight: _Weight) -> int:
+def _bytes(weight: Weight) -> int:
     return 2 * math.prod(weight.shape)
 
 
-def _values(weight: _Weight, *, seed: int) -> torch.Tensor:
+def _values(weight: Weight, *, seed: int, device: torch.device | str) -> torch.Tensor:
     if len(weight.shape) == 1:
-        return trained_weights(1, weight.shape[0], seed=seed).add_(1).flatten()
-    return trained_weights(*weight.shape, seed=seed).flatten()
+        return trained_weights(1, weight.shape[0], seed=seed, device=device).add_(1).flatten()
+    return trained_weights(*weight.shape, seed=seed, device=device).flatten()
 
 
-def _header(weights: list[_Weight]) -> bytes:
-    """The safetensors header: its length as a little-endian u64, then JSON padded to 8 bytes."""
+def header(weights: Sequence[Weight]) -> bytes:
+    """The safetensors header of these tensors: its length as a little-endian u64, then JSON padded to 8 bytes."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for weight in weights:

@@ -1,0 +1,146 @@
+"""Passes over a cache through the transport, from each place that it can be read from."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import os
+import platform
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import anyio
+import torch
+
+import splitzip_aio
+from splitzip_aio.cache.checkpoint import open_checkpoint
+from splitzip_aio.cli.bench.workload import Workload, drop_from_page_cache, load_into_page_cache
+from splitzip_aio.cli.demo import Comparison
+from splitzip_aio.cli.streaming import Visit
+from splitzip_aio.codec import cpu
+from splitzip_aio.errors import CorruptDataError
+from splitzip_aio.telemetry import TransportStatistics
+from splitzip_aio.timeline import Timeline
+
+__all__ = ["Pass", "Streamer", "Tier", "processor", "tiers_here"]
+
+
+class Tier(enum.Enum):
+    """Where the packs are when a pass begins."""
+
+    DISK = "disk"
+    PAGE_CACHE = "page cache"
+    HOST = "host tier"
+
+
+def tiers_here() -> tuple[Tier, ...]:
+    """The tiers that this transport has."""
+    has_host_tier = "host_cache_bytes" in inspect.signature(splitzip_aio.open_transport).parameters
+    return tuple(Tier) if has_host_tier else (Tier.DISK, Tier.PAGE_CACHE)
+
+
+def processor(device: torch.device) -> str:
+    """The GPU's name, or what decodes on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, {cpu.implementation()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass: seconds from the first request until the last layer was there, and the transport's account."""
+
+    seconds: float
+    statistics: TransportStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class Streamer:
+    """How to stream a workload.
+
+    Attributes:
+        workload: what.
+        device: where to.
+        ring_bytes: of the staging ring.
+        arena_bytes: of the arena.
+    """
+
+    workload: Workload
+    device: torch.device
+    ring_bytes: int
+    arena_bytes: int
+
+    def ready(self, tier: Tier) -> None:
+        """Bring the packs to where ``tier`` says, but for the host tier, which a transport fills."""
+        if tier is Tier.DISK:
+            drop_from_page_cache(self.workload.packs)
+        else:
+            load_into_page_cache(self.workload.packs)
+
+    def run(self, tier: Tier, *, timeline: Timeline | None = None, visit: Visit | None = None) -> Pass:
+        """One pass, after :meth:`ready`.
+
+        Raises:
+            SplitZipError: streaming failed, or stored bytes are wrong.
+        """
+        return anyio.run(partial(self.stream, tier, timeline=timeline, visit=visit))
+
+    def verify(self, tier: Tier) -> None:
+        """One pass, each tensor compared with the source.
+
+        Raises:
+            CorruptDataError: one differs.
+        """
+        self.ready(tier)
+        with Comparison(open_checkpoint(self.workload.checkpoint)) as comparison:
+            self.run(tier, visit=comparison.visit)
+        if comparison.differing:
+            raise CorruptDataError(
+                f"{len(comparison.differing)} tensors from the {tier.value} differ from {self.workload.checkpoint}, "
+                f"{min(comparison.differing)!r} among them; no speed is reported"
+            )
+
+    async def stream(self, tier: Tier, *, timeline: Timeline | None = None, visit: Visit | None = None) -> Pass:
+        """The same in a running event loop."""
+        async with self._host_tier(tier), self._open(tier, timeline=timeline) as transport:
+            return await self._pass(transport, visit)
+
+    async def _pass(self, transport: splitzip_aio.Transport, visit: Visit | None = None) -> Pass:
+        began = time.perf_counter()
+        for layer in transport.layers:
+            async with await transport.prefetch(layer) as lease:
+                if visit is not None:
+                    visit(lease.tensors)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return Pass(time.perf_counter() - began, transport.statistics())
+
+    @asynccontextmanager
+    async def _host_tier(self, tier: Tier) -> AsyncIterator[None]:
+        """Have the host tier hold the packs, for as long as this lasts."""
+        if tier is not Tier.HOST:
+            yield
+            return
+        async with self._open(tier) as transport:
+            await self._pass(transport)
+            yield
+
+    def _open(self, tier: Tier, *, timeline: Timeline | None = None) -> Any:
+        options: dict[str, Any] = {}
+        if tier is Tier.HOST:
+            options["host_cache_bytes"] = 2 * self.workload.compressed_bytes
+        with splitzip_aio.SplitZipShardCache(self.workload.cache) as cache:
+            order = tuple(cache.layers)
+        return splitzip_aio.open_transport(
+            self.workload.cache,
+            device=self.device,
+            ring_bytes=self.ring_bytes,
+            arena_bytes=self.arena_bytes,
+            order=order,
+            timeline=timeline,
+            **options,
+        )
