@@ -64,9 +64,10 @@ class StreamReport:
 
 
 def best_device(name: str) -> torch.device:
-    """The device of this name; ``auto`` is the first GPU if torch sees one, else the CPU."""
+    """The device of this name; ``auto`` is the first GPU if torch sees one and Triton is there, else the CPU."""
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        decodes = torch.cuda.is_available() and splitzip_aio.triton_available()
+        return torch.device("cuda", 0) if decodes else torch.device("cpu")
     try:
         return torch.device(name)
     except RuntimeError as exc:
