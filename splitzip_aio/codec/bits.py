@@ -13,7 +13,8 @@ __all__ = ["pack_bits", "to_bits", "unpack_bits"]
 def to_bits(values: NDArray[Any], width: int) -> NDArray[np.uint8]:
     """(n,) unsigned values as (n * width,) bits, one a byte."""
     shifts = np.arange(width, dtype=values.dtype)
-    return ((values[:, None] >> shifts) & values.dtype.type(1)).astype(np.uint8).ravel()
+    bits: NDArray[np.uint8] = ((values[:, None] >> shifts) & values.dtype.type(1)).astype(np.uint8).ravel()
+    return bits
 
 
 def pack_bits(values: NDArray[Any], width: int) -> NDArray[np.uint8]:
@@ -26,4 +27,5 @@ def unpack_bits(plane: NDArray[np.uint8], width: int, count: int, *, start: int 
     first = start // 8
     bits = np.unpackbits(plane[first : (start + count * width + 7) // 8], bitorder="little")
     window = bits[start - 8 * first :][: count * width].reshape(count, width).astype(np.uint16)
-    return (window << np.arange(width, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
+    values: NDArray[np.uint16] = (window << np.arange(width, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
+    return values

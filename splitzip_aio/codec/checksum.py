@@ -1,15 +1,16 @@
 """The 64-bit checksum of decoded bytes, in plain numpy: what every decoder must reproduce.
 
-The bytes, padded with zeros to whole groups of 16, are groups ``q = 0, 1, ...`` of four little-endian words ``w0..w3``. With all
-products and sums modulo 2**64::
+The bytes, padded with zeros to whole groups of 16, are groups ``q = 0, 1, ...`` of four little-endian words
+``w0..w3``. With all products and sums modulo 2**64::
 
-    checksum = sum over q of ( GROUP + w0 * k(q) + w1 * (k(q) + STEP) + w2 * (k(q) + 2 * STEP) + w3 * (k(q) + 3 * STEP) )
+    checksum = sum over q of (GROUP + w0 * k(q) + w1 * (k(q) + STEP) + w2 * (k(q) + 2 * STEP) + w3 * (k(q) + 3 * STEP))
     k(q)     = 1 | (m ^ (m >> 15)),  m = (q * 0x9E3779B1 + 0x85EBCA77) mod 2**32;  k(q) + j * STEP is taken mod 2**32
 
-Multipliers are odd, so a change confined to one word is always seen, and so are two different words of a group that change
-places; other changes escape with a chance of about 2**-32 or less. The constant ``GROUP`` makes a group that was never
-processed visible even if its data are zero. The sum is independent of order, which is what lets a GPU add up
-tiles as they finish. The form is a multilinear hash (Carter and Wegman 1979; Lemire and Kaser 2014) with generated keys.
+Multipliers are odd, so a change confined to one word is always seen, and so are two different words of a group that
+change places; other changes escape with a chance of about 2**-32 or less. The constant ``GROUP`` makes a group that was
+never processed visible even if its data are zero. The sum is independent of order, which is what lets a GPU add up
+tiles as they finish. The form is a multilinear hash (Carter and Wegman 1979; Lemire and Kaser 2014) with generated
+keys.
 """
 
 from __future__ import annotations

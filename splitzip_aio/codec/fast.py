@@ -21,7 +21,7 @@ from splitzip_aio.codec.checksum import GROUP, GROUP_BYTES
 from splitzip_aio.codec.fast_decode import DecodePlan, decode_tiers, decode_top16
 from splitzip_aio.codec.fast_encode import SLACK, EncodePlan, count_exponents, encode_tiers, encode_top16
 from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
-from splitzip_aio.codec.layout import HEADER_BYTES, Layout
+from splitzip_aio.codec.layout import HEADER_BYTES, TILE_ELEMENTS, Layout
 from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import MAX_DEPTH, Method, Schedule
 from splitzip_aio.errors import CorruptDataError
@@ -217,7 +217,7 @@ def _sealed(
     """Cut a segment to its length, with zeros for padding and its header."""
     elements, coded = data_bytes // fmt.element_bytes, schedule.method is not Method.STORED
     places = schedule.layout(fmt, elements, tail_bits)
-    entries = -(-elements // schedule.tile_elements) + 1 if coded else 0
+    entries = -(-elements // TILE_ELEMENTS) + 1 if coded else 0
     code_bits = (schedule.widths or (4,))[0] if coded else 0
     low_bits = fmt.low_bits if coded else 8 * fmt.element_bytes
     ends = (

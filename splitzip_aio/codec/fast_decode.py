@@ -346,17 +346,21 @@ def decode_tiers(segment: Any, out: Any, scratch: Any, book: Any, plan: Any, por
 
 
 @compiled
-def _write_escapes(segment: Any, plan: Any, chunk: Any, count: Any, exponents: Any) -> Any:
-    """Write a top16 chunk's escapes over its exponents; return whether all are inside the list and the chunk."""
-    entry_at = plan.starts + 4 * chunk
+def _write_escapes(segment: Any, plan: Any, block: Any, count: Any, exponents: Any) -> Any:
+    """Write the top16 escapes of a block over its exponents; return whether its tile's list is in order."""
+    tile = block // TILE_ELEMENTS
+    first = block - tile * TILE_ELEMENTS
+    bound = min(TILE_ELEMENTS, plan.elements - tile * TILE_ELEMENTS)
+    entry_at = plan.starts + 4 * tile
     start, end = np.int64(load32(segment, entry_at)), np.int64(load32(segment, entry_at + 4))
     if not start <= end <= plan.escapes:
         return False
     for escape in range(start, end):
         place = np.int64(load16(segment, plan.tail + 2 * escape))
-        if place >= count:
+        if place >= bound:
             return False
-        store8(exponents, place, load8(segment, plan.tail + 2 * plan.escapes + escape))
+        if first <= place < first + count:
+            store8(exponents, place - first, load8(segment, plan.tail + 2 * plan.escapes + escape))
     return True
 
 
@@ -365,8 +369,8 @@ def decode_top16(segment: Any, out: Any, scratch: Any, book: Any, plan: Any, por
     """:func:`decode_tiers` for the published layout: 16 codes of 4 bits, and a list of places and exponents."""
     base, target, exponents = address(segment), address(out), address(scratch)
     selectors, total = exponents + _SELECTORS, np.uint64(0)
-    chunks = (plan.elements + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
-    listed = np.int64(load32(base, plan.starts + 4 * chunks))
+    tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS
+    listed = np.int64(load32(base, plan.starts + 4 * tiles))
     whole = load32(base, plan.starts) == 0 and listed == plan.escapes
     for block in range(0, plan.elements, _BLOCK):
         size, plane = min(_BLOCK, plan.elements - block), base + plan.codes + (block >> 1)
@@ -380,8 +384,6 @@ def decode_top16(segment: Any, out: Any, scratch: Any, book: Any, plan: Any, por
                 codes = load8(plane, pair)
                 store16(exponents, 2 * pair, codes >> np.uint64(4) | (codes & np.uint64(15)) << np.uint64(8))
             _translate_portable(address(book), exponents, size)
-        for first in range(0, size, CHUNK_ELEMENTS):
-            count, chunk = min(CHUNK_ELEMENTS, size - first), (block + first) // CHUNK_ELEMENTS
-            whole = whole and _write_escapes(base, plan, chunk, count, exponents + first)
+        whole = whole and _write_escapes(base, plan, block, size, exponents)
         total += _join_and_sum(exponents, base, plan, block, target, size)
     return whole, total

@@ -326,8 +326,9 @@ def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any
 
     ``segment`` has room for the longest tail and ``SLACK`` bytes; header and padding are left to the caller.
     ``scratch`` is (SCRATCH_BYTES,), ``lookup`` (528,) gives exponents their selectors (see :func:`_look_up`). Row
-    ``2 * k`` of ``tables``, (8, 16), gives a selector's code in tier ``k``, the row after it the mask of its bits there;
-    row 1, a mask that nobody needs, marks escapes. ``portable`` as in :func:`~splitzip_aio.codec.fast_decode.decode_tiers`.
+    ``2 * k`` of ``tables``, (8, 16), gives a selector's code in tier ``k``, the row after it the mask of its bits
+    there; row 1, a mask that nobody needs, marks escapes. ``portable`` as in
+    :func:`~splitzip_aio.codec.fast_decode.decode_tiers`.
     """
     source, base, exponents = address(data), address(segment), address(scratch)
     selectors, nibbles, values = exponents + _SELECTORS, exponents + _CODES, exponents + _VALUES
@@ -383,18 +384,18 @@ def encode_top16(data: Any, segment: Any, scratch: Any, lookup: Any, escaped: An
         for pair in range((size + 1) >> 1):
             codes = load16(selectors, 2 * pair)
             store8(plane, pair, codes << np.uint64(4) | codes >> np.uint64(8) & np.uint64(15))
+        if block % TILE_ELEMENTS == 0:
+            store32(base, plan.starts + block // TILE_ELEMENTS * 4, np.uint64(escapes))
         for group in range((size + 7) >> 3):
-            if group % (CHUNK_ELEMENTS >> 3) == 0:
-                store32(base, plan.starts + (block + (group << 3)) // CHUNK_ELEMENTS * 4, np.uint64(escapes))
             mark = load64(selectors, group << 3) & _TOP16_ESCAPES
             while mark:
                 place = (group << 3) + (lowest_bit(mark) >> 3)
-                store16(base, plan.tail + 2 * escapes, np.uint64(place % CHUNK_ELEMENTS))
+                store16(base, plan.tail + 2 * escapes, np.uint64((block + place) % TILE_ELEMENTS))
                 store8(listed, escapes, load8(exponents, place))
                 escapes += 1
                 mark &= mark - _ONE
         start, length = block * plan.element_bytes, size * plan.element_bytes
         total += sum_words(source, start, length, start // GROUP_BYTES, length, False)
-    chunks = (plan.elements + CHUNK_ELEMENTS - 1) // CHUNK_ELEMENTS
-    store32(base, plan.starts + 4 * chunks, np.uint64(escapes))
+    tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS
+    store32(base, plan.starts + 4 * tiles, np.uint64(escapes))
     return escapes, total

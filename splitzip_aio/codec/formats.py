@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 __all__ = [
     "BF16",
-    "F16",
-    "F32",
     "F8_E4M3",
     "F8_E5M2",
+    "F16",
+    "F32",
     "RAW",
     "ElementFormat",
     "element_format",

@@ -48,8 +48,8 @@ def align(size: Size, alignment: int) -> Size:
 class Layout(Generic[Size]):
     """Byte offsets from the start of a segment, or of each of many; ``segment_bytes`` includes header and padding.
 
-    ``low`` and ``high`` are the residual planes, ``codes`` the plane of the first tier, ``index`` one u32 per tile (or
-    chunk) and one for the end, ``tail`` the rest. An absent part has the offset where it would have started.
+    ``low`` and ``high`` are the residual planes, ``codes`` the plane of the first tier, ``index`` one u32 per tile
+    and one for the end, ``tail`` the rest. An absent part has the offset where it would have started.
     """
 
     low: int

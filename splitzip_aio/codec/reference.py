@@ -56,7 +56,6 @@ def encode_segment(data: Bytes, fmt: ElementFormat, schedule: Schedule, codebook
 
     ``codebooks`` are the tensor's, from :meth:`Schedule.codebooks`; empty for ``STORED``.
     """
-    elements = data.size // fmt.element_bytes
     if schedule.method is Method.STORED:
         return assemble(data, fmt, schedule, (), escapes=0, tail_bits=0, planes={"low": data})
     exponents, low, high = split(data, fmt)
@@ -139,9 +138,9 @@ def _encode_top16(exponents: Bytes, schedule: Schedule, codebooks: tuple[bytes, 
     escaped = ranks == 16
     codes = np.where(escaped, 0, ranks).astype(np.uint8)
     places = np.flatnonzero(escaped)
-    chunks = -(-exponents.size // CHUNK_ELEMENTS)
-    index = np.searchsorted(places, np.arange(chunks + 1) * CHUNK_ELEMENTS).astype(np.uint32)
-    tail = np.concatenate(((places % CHUNK_ELEMENTS).astype("<u2").view(np.uint8), exponents[escaped]))
+    tiles = -(-exponents.size // TILE_ELEMENTS)
+    index = np.searchsorted(places, np.arange(tiles + 1) * TILE_ELEMENTS).astype(np.uint32)
+    tail = np.concatenate(((places % TILE_ELEMENTS).astype("<u2").view(np.uint8), exponents[escaped]))
     return _Coded(_swap_nibbles(pack_bits(codes, 4)), index, tail, places.size, 24 * places.size)
 
 
@@ -168,7 +167,7 @@ def decode_segment(header: SegmentHeader, segment: Bytes, out: Bytes, *, where: 
 
 
 def _index(header: SegmentHeader, segment: Bytes) -> NDArray[np.uint32]:
-    entries = -(-header.elements // header.schedule.tile_elements) + 1
+    entries = -(-header.elements // TILE_ELEMENTS) + 1
     start = header.layout.index
     return segment[start : start + 4 * entries].view("<u4")
 
@@ -214,8 +213,8 @@ def _decode_top16(header: SegmentHeader, segment: Bytes, where: str) -> Bytes:
         raise CorruptDataError(f"{where}: the escape index does not count up to {header.escapes}; {REBUILD}")
     tail = segment[places.tail : places.tail + 3 * header.escapes]
     offsets, values = tail[: 2 * header.escapes].view("<u2"), tail[2 * header.escapes :]
-    positions = np.repeat(np.arange(counts.size), counts) * CHUNK_ELEMENTS + offsets
-    if (offsets >= CHUNK_ELEMENTS).any() or (positions >= header.elements).any():
-        raise CorruptDataError(f"{where}: an escape lies outside its chunk of {CHUNK_ELEMENTS} elements; {REBUILD}")
+    positions = np.repeat(np.arange(counts.size), counts) * TILE_ELEMENTS + offsets
+    if (offsets >= TILE_ELEMENTS).any() or (positions >= header.elements).any():
+        raise CorruptDataError(f"{where}: an escape lies outside its tile of {TILE_ELEMENTS} elements; {REBUILD}")
     exponents[positions] = values
     return exponents

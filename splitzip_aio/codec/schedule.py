@@ -1,10 +1,10 @@
 """Tier schedules: how exponents are coded, what that costs, and which schedule a tensor gets.
 
 A schedule of widths ``(w0, w1, ...)`` codes every exponent in ``w0`` bits: the ``2**w0 - 1`` most frequent
-ones by their rank, all others by the all-ones sentinel, which says "look in the next tier". Tier ``k`` holds ``w_k`` bits
-for each element that reached it, and a raw byte follows after the last. Because a code's place in its tier is its rank
-among the sentinels before it, no positions are stored. ``TOP16`` is the published SplitZip layout instead: 16 codes of
-4 bits and a list of (position, exponent) pairs for the rest.
+ones by their rank, all others by the all-ones sentinel, which says "look in the next tier". Tier ``k`` holds ``w_k``
+bits for each element that reached it, and a raw byte follows after the last. Because a code's place in its tier is
+its rank among the sentinels before it, no positions are stored. ``TOP16`` is the published SplitZip layout instead:
+16 codes of 4 bits and a list of (position, exponent) pairs for the rest.
 
 Sizes follow from the histogram alone, so the choice is the exact minimum and needs no trial encoding.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import BF16, ElementFormat
-from splitzip_aio.codec.layout import CHUNK_ELEMENTS, TILE_ELEMENTS, Layout, Size
+from splitzip_aio.codec.layout import TILE_ELEMENTS, Layout, Size
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = [
@@ -60,7 +60,8 @@ class Schedule:
         depth_ok = 1 <= len(self.widths) <= MAX_DEPTH if tiers else not self.widths
         if not depth_ok or not all(1 <= width <= MAX_WIDTH for width in self.widths):
             raise InvalidArgumentError(
-                f"schedule widths {self.widths}: expected 1 to {MAX_DEPTH} tiers of 1 to {MAX_WIDTH} bits, such as (2, 2, 3)"
+                f"schedule widths {self.widths}: expected 1 to {MAX_DEPTH} tiers of 1 to {MAX_WIDTH} bits, "
+                "such as (2, 2, 3)"
             )
 
     @classmethod
@@ -116,7 +117,7 @@ class Schedule:
             low_bits=fmt.low_bits,
             high_bits=fmt.high_bits,
             code_bits=self.widths[0] if self.widths else 4,
-            tile_elements=self.tile_elements,
+            tile_elements=TILE_ELEMENTS,
             tail_bits=tail_bits,
         )
 
@@ -146,11 +147,6 @@ class Schedule:
     def escape_bits(self) -> int:
         """Bits in the tail for an exponent that no codebook holds."""
         return 24 if self.method is Method.TOP16 else 8
-
-    @property
-    def tile_elements(self) -> int:
-        """Elements between two entries of the index."""
-        return CHUNK_ELEMENTS if self.method is Method.TOP16 else TILE_ELEMENTS
 
 
 STORED = Schedule(Method.STORED)

@@ -12,8 +12,11 @@ process when told to compile them for another CPU, so a kernel that names them m
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -80,15 +83,25 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def entry(function: Callable[..., Any]) -> Callable[..., Any]:
     """:func:`compiled` for what Python calls: the machine code is kept on disk, where there is a place for it.
 
-    numba takes code from there as long as the file of the entry itself is unchanged: after an edit of a file that the
-    entry imports from, remove ``__pycache__``.
+    numba would take code from there as long as the file of the entry itself is unchanged, also if what it is compiled
+    together with has changed. So the stamp that it compares is replaced by one of all sources of the package's codec.
     """
     try:
-        dispatcher: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError as exc:  # numba finds no writable directory: not beside the file, nor in the user's cache
+        dispatcher: Any = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        _ = dispatcher._cache._cache_file._source_stamp  # numba has no public name for it
+        dispatcher._cache._cache_file._source_stamp = _sources_digest()
+    except (RuntimeError, AttributeError) as exc:  # no writable directory, or a numba that keeps its stamp elsewhere
         _log.info("compiled code of %s is not kept: %s", function.__name__, exc)
         return compiled(function)
-    return dispatcher
+    kept: Callable[..., Any] = dispatcher
+    return kept
+
+
+@cache
+def _sources_digest() -> str:
+    """What the compiled code depends on: every module of the codec."""
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,9 @@ from splitzip_aio.codec.schedule import CANDIDATES, TOP16, Method, Schedule
 __all__ = ["DESCRIPTOR_WORDS", "MAX_SLOT_SEGMENTS", "TOP16_TILE_ELEMENTS", "Launch", "SlotTable", "table_capacity"]
 
 MAX_SLOT_SEGMENTS = 1024
-TOP16_TILE_ELEMENTS = 4096  # top16 has an index entry a chunk, and small tiles fill a GPU more evenly
+TOP16_TILE_ELEMENTS = (
+    4096  # half a tile: its chunks do not depend on each other, and small shares fill a GPU more evenly
+)
 _STORED_TILE_BYTES = 2 * TILE_ELEMENTS
 _LEAST_TILE_BYTES = TOP16_TILE_ELEMENTS // 2  # an element takes 4 bits or more: residual and code of E5M2
 

@@ -9,7 +9,7 @@ import xxhash
 
 from splitzip_aio.codec import cpu
 from splitzip_aio.codec.formats import ElementFormat
-from splitzip_aio.codec.layout import HEADER_BYTES
+from splitzip_aio.codec.layout import HEADER_BYTES, TILE_ELEMENTS
 from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import Schedule
 from tests.codec.data import Bytes
@@ -39,7 +39,7 @@ def seal_header(segment: Bytes) -> Bytes:
 def parts(header: SegmentHeader) -> dict[str, tuple[int, int]]:
     """Start and stop of each part of a segment that has bytes, with all padding as a part of its own kind."""
     places, fmt, count = header.layout, header.fmt, header.elements
-    entries = -(-count // header.schedule.tile_elements) + 1
+    entries = -(-count // TILE_ELEMENTS) + 1
     coded = header.codebooks != ()
     sizes = {
         "header": (0, HEADER_BYTES),

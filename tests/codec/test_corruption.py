@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from splitzip_aio.codec import cpu, reference
 from splitzip_aio.codec.checksum import checksum
 from splitzip_aio.codec.formats import BF16, F8_E4M3, F16, F32, RAW, ElementFormat
-from splitzip_aio.codec.layout import CHUNK_ELEMENTS, HEADER_BYTES, TILE_ELEMENTS
+from splitzip_aio.codec.layout import HEADER_BYTES, TILE_ELEMENTS
 from splitzip_aio.codec.payload import SegmentHeader, parse_header
 from splitzip_aio.codec.schedule import CANDIDATES, STORED, Schedule
 from splitzip_aio.errors import CorruptDataError
@@ -62,7 +62,7 @@ SAMPLES = (
     Sample("three bits", BF16, "3", rare_exponents, 2 * TILE_ELEMENTS),
     Sample("four bits", BF16, "4", bursts, 701),
     Sample("top16 weights", BF16, "top16", weights, TILE_ELEMENTS + 3),
-    Sample("top16 escapes", BF16, "top16", bursts, 3 * CHUNK_ELEMENTS + 77),
+    Sample("top16 escapes", BF16, "top16", bursts, TILE_ELEMENTS + 1077),
     Sample("stored", BF16, "stored", random_bits, 999),
     Sample("raw", RAW, "stored", random_bits, 4001),
     Sample("half", F16, "2,2,3", weights, 3001),
@@ -188,12 +188,12 @@ def test_a_wrong_index_is_refused(sample: Sample) -> None:
                 decode(seal(damaged), right.size)
 
 
-def test_an_escape_outside_its_chunk_is_refused() -> None:
+def test_an_escape_outside_its_tile_is_refused() -> None:
     sample = next(each for each in SAMPLES if each.name == "top16 escapes")
     segment = sample.segment()
     header = parse_header(segment.data, where=WHERE)
     assert header.escapes > 10
-    for number, place in ((0, CHUNK_ELEMENTS), (5, 0xFFFF), (header.escapes - 1, 77), (header.escapes - 1, 1023)):
+    for number, place in ((0, TILE_ELEMENTS), (5, 0xFFFF), (header.escapes - 1, header.elements % TILE_ELEMENTS)):
         damaged = segment.copy()
         at = header.layout.tail + 2 * number
         damaged[at : at + 2] = np.array([place], "<u2").view(np.uint8)

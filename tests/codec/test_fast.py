@@ -7,6 +7,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from secrets import token_hex
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,3 +252,19 @@ def test_code_that_cannot_be_kept_is_compiled_again(caplog: pytest.LogCaptureFix
         twice = simd.entry(namespace["twice"])  # type: ignore[arg-type]
     assert "twice" in caplog.text
     assert twice(21) == 42
+
+
+def test_kept_machine_code_is_that_of_these_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba itself would look at one file only, and run what it compiled from older versions of the others."""
+
+    def double(x: int) -> int:
+        return 2 * x
+
+    def hits(digest: str) -> int:
+        monkeypatch.setattr(simd, "_sources_digest", lambda: digest)
+        kernel: Any = simd.entry(double)
+        assert kernel(4) == 8
+        return sum(kernel.stats.cache_hits.values())
+
+    fresh = token_hex(8)
+    assert [hits(fresh), hits(fresh), hits("other sources"), hits(fresh)] == [0, 1, 0, 0]

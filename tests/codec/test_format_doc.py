@@ -139,7 +139,7 @@ class Segment:
         low_bits = 8 * self.format.size if stored else self.format.low_bits
         high_bits = 0 if stored else self.format.high_bits
         code_bits = {0: [0], 1: [4], 2: self.widths}[self.method][0]
-        entries = {0: 0, 1: -(-self.n // CHUNK) + 1, 2: -(-self.n // TILE) + 1}[self.method]
+        entries = -(-self.n // TILE) + 1 if self.method else 0
         low = 160
         high = align(low + -(-self.n * low_bits // 8), 16)
         codes = align(high + -(-self.n * high_bits // 8), 16)
@@ -203,14 +203,14 @@ class Segment:
         for i in range(self.n):
             pair = self.data[self.codes + i // 2]
             exponents.append(self.codebooks[0][pair & 15 if i % 2 else pair >> 4])
-        chunks = -(-self.n // CHUNK)
-        starts = [self.entry(c) for c in range(chunks + 1)]
+        tiles = -(-self.n // TILE)
+        starts = [self.entry(t) for t in range(tiles + 1)]
         require(starts[0] == 0 and starts == sorted(starts) and starts[-1] == self.escapes, "index")
-        for c in range(chunks):
-            for e in range(starts[c], starts[c + 1]):
+        for t in range(tiles):
+            for e in range(starts[t], starts[t + 1]):
                 place = int.from_bytes(self.data[self.tail + 2 * e : self.tail + 2 * e + 2], "little")
-                require(place < CHUNK and c * CHUNK + place < self.n, "place of an escape")
-                exponents[c * CHUNK + place] = self.data[self.tail + 2 * self.escapes + e]
+                require(place < TILE and t * TILE + place < self.n, "place of an escape")
+                exponents[t * TILE + place] = self.data[self.tail + 2 * self.escapes + e]
         return exponents
 
 

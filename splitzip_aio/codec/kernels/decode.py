@@ -44,6 +44,7 @@ __all__ = ["decode_slot_kernel"]
 
 CHUNK = tl.constexpr(layout.CHUNK_ELEMENTS)
 LANES = tl.constexpr(layout.CHUNK_ELEMENTS // 8)
+TILE_CHUNKS = tl.constexpr(layout.TILE_ELEMENTS // layout.CHUNK_ELEMENTS)
 HEADER = tl.constexpr(layout.HEADER_BYTES)
 GROUP = tl.constexpr(checksum.GROUP - 2**64)
 F32 = tl.constexpr(formats.F32.code)
@@ -128,19 +129,21 @@ def escapes(low, high, t, tail, start, last_word, PTX: tl.constexpr):
 
 
 @triton.jit
-def top16(lane, codes, tail, begin, end, escapes, books, PTX: tl.constexpr):
-    """Exponents of a chunk in the published layout: nibbles with the even element high, and a list of escapes."""
+def top16(place, codes, tail, begin, end, escapes, books, PTX: tl.constexpr):
+    """Exponents of a chunk in the published layout: nibbles with the even element high, and a list of escapes.
+
+    ``place`` (L,) counts the lanes from the start of the tile, whose escapes are ``begin`` to ``end``, few as a rule.
+    """
     nibbles = ((codes >> 4) & 0x0F0F0F0F) | ((codes & 0x0F0F0F0F) << 4)
     low, high = lookup(nibbles, books[0], 4, PTX)
-    begin = tl.minimum(begin, escapes)
-    for k in range(begin, tl.minimum(tl.minimum(end, escapes), begin + CHUNK)):
-        place = tl.load((tail + 2 * k).to(tl.pointer_type(tl.uint16))).to(tl.uint32)
+    for k in range(begin, end):
+        at = tl.load((tail + 2 * k).to(tl.pointer_type(tl.uint16))).to(tl.uint32)
         value = tl.load(tail + 2 * escapes + k).to(tl.uint32)
-        shift = (place & 3) * 8
-        hit = lane == (place >> 3).to(tl.int32)
+        shift = (at & 3) * 8
+        hit = place == (at >> 3).to(tl.int32)
         keep = ~(tl.full((), 0xFF, tl.uint32) << shift)
-        low = tl.where(hit & ((place & 4) == 0), (low & keep) | (value << shift), low)
-        high = tl.where(hit & ((place & 4) != 0), (high & keep) | (value << shift), high)
+        low = tl.where(hit & ((at & 4) == 0), (low & keep) | (value << shift), low)
+        high = tl.where(hit & ((at & 4) != 0), (high & keep) | (value << shift), high)
     return low, high
 
 
@@ -207,22 +210,20 @@ def coded(
     last_lane = (elements - 1) // 8
     packed, s = fetch(segment, codes, tl.minimum(lane + chunk * LANES, last_lane), FORMAT, W0, PTX)
     sums = tl.zeros([LANES], tl.uint64)
+    entry = chunk // TILE_CHUNKS
+    start = tl.load(index + entry)
+    end = tl.load(index + entry + 1)
+    wrong = (entry == 0) & (start != 0)
     if W0 == 0:
-        start = tl.load(index + chunk)
-        end = tl.load(index + tl.minimum(chunk + 1, chunks))
-    else:
-        start = tl.load(index + tile)
-        end = start
-    wrong = (tile == 0) & (start != 0)
+        wrong |= (end < start) | (end > escapes) | (((entry + 1) * TILE_CHUNKS >= chunks) & (end != escapes))
+        start = tl.minimum(start, escapes)
+        end = tl.minimum(tl.minimum(end, escapes), start + TILE_CHUNKS * CHUNK)
     for k in range(chunk, full):
         ahead = tl.minimum(k + 1, full - 1)
         packed_ahead, s_ahead = fetch(segment, codes, lane + ahead * LANES, FORMAT, W0, PTX)
         if W0 == 0:
-            end_ahead = tl.load(index + tl.minimum(k + 2, chunks))
-            wrong |= (end < start) | (end > escapes)
-            e0, e1 = top16(lane, packed, tail, start, end, escapes, books, PTX)
-            start = end
-            end = end_ahead
+            place = lane + (k % TILE_CHUNKS) * LANES
+            e0, e1 = top16(place, packed, tail, start, end, escapes, books, PTX)
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
         sums = emit(sums, e0, e1, s, lane + k * LANES, segment, high, out, size, last_lane, FORMAT, False, CHECK, PTX)
@@ -233,16 +234,13 @@ def coded(
         packed, s = fetch(segment, codes, tl.minimum(at, last_lane), FORMAT, W0, PTX)
         packed = tl.where(at <= last_lane, packed, 0)
         if W0 == 0:
-            wrong |= end < start
-            e0, e1 = top16(lane, packed, tail, start, end, escapes, books, PTX)
-            start = end
+            place = lane + (full % TILE_CHUNKS) * LANES
+            e0, e1 = top16(place, packed, tail, start, end, escapes, books, PTX)
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
         sums = emit(sums, e0, e1, s, at, segment, high, out, size, last_lane, FORMAT, True, CHECK, PTX)
-    if W0 == 0:
-        wrong |= (chunk + TILE // CHUNK >= chunks) & (start != escapes)
-    else:
-        wrong |= start != tl.load(index + tile + 1)
+    if W0 > 0:
+        wrong |= start != end
     return sums, wrong
 
 

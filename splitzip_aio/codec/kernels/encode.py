@@ -196,15 +196,15 @@ def append_escapes(tail, tail_bits, start, packed, escaped, before, PTX: tl.cons
 
 
 @triton.jit
-def list_escapes(tail, start, escapes, packed, escaped, PTX: tl.constexpr):
-    """Write a chunk's escapes as top16 has them: places in the chunk, then, behind all places, exponents.
+def list_escapes(tail, start, escapes, chunk, packed, escaped, PTX: tl.constexpr):
+    """Write a chunk's escapes as top16 has them: places in the tile, then, behind all places, exponents.
 
     Returns the number of escapes up to the chunk's end, of which there are ``start`` before it.
     """
     count = ones(escaped).to(tl.int32)
     ends = tl.cumsum(count, 0)
     rank = start + ends - count
-    lane = tl.arange(0, LANES)
+    lane = (tl.arange(0, LANES) + chunk * LANES) & (LANES * TILE_CHUNKS - 1)
     for k in range(tl.max(count, 0)):
         element, exponent, escaped = next_escape(escaped, packed, PTX)
         keep = (k < count) & (rank < escapes)
@@ -312,7 +312,7 @@ def encode_chunk(
     if W0 == 0:
         swapped = ((n0 >> 4) & 0x0F0F0F0F) | ((n0 & 0x0F0F0F0F) << 4)  # the even element's code is the high nibble
         store_packed(codes, swapped, chunk, elements, 4, PARTIAL)
-        end = list_escapes(tail, start, tl.load(descriptor + ESCAPES), packed, nibbles_of(entries, 1), PTX)
+        end = list_escapes(tail, start, tl.load(descriptor + ESCAPES), chunk, packed, nibbles_of(entries, 1), PTX)
     else:
         store_packed(codes, squeeze(n0, W0), chunk, elements, W0, PARTIAL)
         end = append_tail(tail, tl.load(descriptor + TAIL_BITS), start, entries, packed, n0, W0, W1, W2, W3, PTX)
@@ -353,27 +353,22 @@ def encode_segments_kernel(
     full = tl.minimum(first + TILE_CHUNKS, elements // CHUNK)
     SHARE: tl.constexpr = LISTED_BITS if W0 == 0 else 1
     start = ((tl.load(starts + tile) - tl.load(starts)) // SHARE).to(tl.int32)
-    if W0 > 0:
-        tl.store(index + tile, start)
+    tl.store(index + tile, start)
     sums = tl.zeros([LANES], tl.uint64)
     for chunk in range(first, full):
-        if W0 == 0:
-            tl.store(index + chunk, start)
         terms, start = encode_chunk(
             base, descriptor, source, segment, chunk, start, elements,
             BYTES, EXPONENT_BITS, MANTISSA_BITS, W0, W1, W2, W3, False, PTX,
         )  # fmt: skip
         sums += terms
     if (full < first + TILE_CHUNKS) & (full < chunks):
-        if W0 == 0:
-            tl.store(index + full, start)
         terms, start = encode_chunk(
             base, descriptor, source, segment, full, start, elements,
             BYTES, EXPONENT_BITS, MANTISSA_BITS, W0, W1, W2, W3, True, PTX,
         )  # fmt: skip
         sums += terms
     if first + TILE_CHUNKS >= chunks:
-        tl.store(index + (chunks if W0 == 0 else tile + 1), start)
+        tl.store(index + tile + 1, start)
         tl.store(found + segments + segment_id, start.to(tl.int64) * SHARE)
     tl.atomic_add(found + segment_id, tl.sum(sums, 0).to(tl.int64), sem="relaxed")
 
