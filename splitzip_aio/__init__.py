@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         triton_available,
     )
     from splitzip_aio.drivers import open_driver
+    from splitzip_aio.host_cache import HostCache
     from splitzip_aio.timeline import Timeline
     from splitzip_aio.transport import Lease, Transport, open_transport
 
@@ -69,6 +70,7 @@ __all__ = [
     "GpuSplitZipDecoder",
     "GpuSplitZipEncoder",
     "HostArena",
+    "HostCache",
     "InvalidArgumentError",
     "LayerTooLargeError",
     "Lease",
@@ -115,6 +117,7 @@ _LAZY = {
         "triton_available",
     ),
     "drivers": ("open_driver",),
+    "host_cache": ("HostCache",),
     "timeline": ("Timeline",),
     "transport": ("Lease", "Transport", "open_transport"),
 }

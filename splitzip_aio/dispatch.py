@@ -8,7 +8,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from splitzip_aio.abc import Arena, SegmentPlacement
-from splitzip_aio.errors import SplitZipError
+from splitzip_aio.errors import CorruptDataError, SplitZipError
 from splitzip_aio.loading import FilledSlot
 from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import StagingRing
@@ -58,7 +58,7 @@ class Dispatcher:
                     self._ring.mark_copying(filled.slot)
                     group.start_soon(self._upload, filled)
                 else:
-                    self._ring.release(filled.slot)
+                    self._release(filled)
                     filled.load.settle()
 
     async def _upload(self, filled: FilledSlot) -> None:
@@ -69,19 +69,26 @@ class Dispatcher:
         with self._clock.upload(load.plan.name, slot.index, read.nbytes, decoded_bytes, in_place=in_place) as upload:
 
             def drained() -> None:
-                self._ring.release(slot)
+                self._release(filled)
                 upload.drained()
 
             try:
                 fence = await self._arena.upload(
-                    slot.memory, read.nbytes, placements, drained=drained, trace=upload.trace
+                    filled.memory, read.nbytes, placements, drained=drained, trace=upload.trace
                 )
             except SplitZipError as error:
+                if filled.hold is not None and isinstance(error, CorruptDataError):
+                    filled.hold.spoil()
                 load.settle(error=error)
             else:
                 self.wire_bytes += sum(segment.nbytes for segment in placements)
                 self.decoded_bytes += decoded_bytes
                 load.settle(fence=fence)
+
+    def _release(self, filled: FilledSlot) -> None:
+        self._ring.release(filled.slot)
+        if filled.hold is not None:
+            filled.hold.release()
 
     def _placements(self, filled: FilledSlot) -> Iterator[SegmentPlacement]:
         read, base = filled.read, filled.load.base

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from splitzip_aio.abc import Fence
 from splitzip_aio.errors import SplitZipError
+from splitzip_aio.host_cache import HostHold
 from splitzip_aio.plan import LayerPlan, PlannedRead
 from splitzip_aio.staging import Slot
 
@@ -84,8 +85,21 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class FilledSlot:
-    """A slot that holds what was read, on its way from the prefetcher to the dispatcher."""
+    """A read that is done, on its way from the prefetcher to the dispatcher.
+
+    Attributes:
+        slot: the slot it was made with; each that is under way has one.
+        read: what was read.
+        load: the load it is part of.
+        hold: where it is instead, if the host tier has it: what is there is not copied to the slot.
+    """
 
     slot: Slot
     read: PlannedRead
     load: Load
+    hold: HostHold | None = None
+
+    @property
+    def memory(self) -> memoryview:
+        """What was read, and the room behind it."""
+        return self.slot.memory if self.hold is None else self.hold.memory

@@ -1,13 +1,17 @@
-"""Anonymous memory from the kernel: page-aligned, zeroed, and committed only as it is written to."""
+"""Anonymous memory from the kernel: page-aligned, zeroed, committed as it is written to, and page-locked for CUDA."""
 
 from __future__ import annotations
 
 import mmap
 from contextlib import suppress
 
+import numpy as np
+
 from splitzip_aio.errors import InvalidArgumentError
 
-__all__ = ["map_anonymous"]
+__all__ = ["map_anonymous", "page_lock", "page_unlock"]
+
+_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 
 
 def map_anonymous(nbytes: int, *, option: str) -> mmap.mmap:
@@ -28,3 +32,27 @@ def map_anonymous(nbytes: int, *, option: str) -> mmap.mmap:
     with suppress(OSError):  # a kernel without huge pages: only a little slower
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
+
+
+def page_lock(memory: memoryview) -> str | None:
+    """Page-lock memory, and make it known to CUDA on all devices; the reason if CUDA refuses."""
+    import torch
+
+    runtime = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(_address(memory), len(memory), _FOR_ALL_CONTEXTS)
+    if status == runtime.cudaError.success:
+        return None
+    with suppress(RuntimeError):  # CUDA keeps the error, for the next kernel launch to report
+        torch.zeros(1, device="cuda")
+    return f"cudaHostRegister of {len(memory)} bytes failed: {runtime.cudaGetErrorString(status)}"
+
+
+def page_unlock(memory: memoryview) -> None:
+    """Undo :func:`page_lock`; nothing may be copied to or from it any more."""
+    import torch
+
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(_address(memory)))
+
+
+def _address(memory: memoryview) -> int:
+    return np.frombuffer(memory, np.uint8).ctypes.data

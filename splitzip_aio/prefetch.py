@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
 from splitzip_aio.abc import ReadDriver
 from splitzip_aio.errors import CorruptDataError, SplitZipError
+from splitzip_aio.host_cache import HostHold, HostTier
 from splitzip_aio.loading import FilledSlot, Load
 from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import PlannedRead
@@ -31,6 +33,7 @@ class Prefetcher:
         files: packs by index, read by ``driver``; None for one that is missing.
         packs: their paths, for errors.
         output: where filled slots go; it has room for every slot, so the ring alone holds reading back.
+        tier: where reads are found, and kept for later rounds; None if there is no such place.
         clock: told of each wait; by default nobody is.
     """
 
@@ -42,6 +45,7 @@ class Prefetcher:
         packs: Sequence[str],
         output: MemoryObjectSendStream[FilledSlot],
         *,
+        tier: HostTier | None = None,
         clock: StageClock | None = None,
     ) -> None:
         self._driver = driver
@@ -49,6 +53,7 @@ class Prefetcher:
         self._files = files
         self._packs = packs
         self._output = output
+        self._tier = tier
         self._clock = clock or StageClock()
         self._loads: deque[Load] = deque()
         self._wake = anyio.Event()
@@ -95,15 +100,24 @@ class Prefetcher:
         sent = False
         try:
             with self._clock.read(load.plan.name, slot.index, read.nbytes):
-                await self._read(slot, load, read)
+                hold = await self._bring(slot, load, read)
             self._ring.mark_ready(slot)
-            self._output.send_nowait(FilledSlot(slot, read, load))
+            self._output.send_nowait(FilledSlot(slot, read, load, hold))
             sent = True
         except SplitZipError as error:
             load.settle(error=error)
         finally:
             if not sent:
                 self._ring.release(slot)
+
+    async def _bring(self, slot: Slot, load: Load, read: PlannedRead) -> HostHold | None:
+        """Find a read in the host tier, or make it; where it is if not in the slot."""
+        file = self._files[read.pack]
+        if self._tier is None or file is None:
+            await self._read(slot, load, read)
+            return None
+        key = (file.identity, read.offset, read.nbytes)
+        return await self._tier.bring(key, slot.payload, read.nbytes, partial(self._read, slot, load, read))
 
     async def _read(self, slot: Slot, load: Load, read: PlannedRead) -> None:
         file, count = self._files[read.pack], 0

@@ -23,11 +23,10 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 import anyio
-import numpy as np
 from anyio.lowlevel import checkpoint
 
 from splitzip_aio.errors import BusyError, ClosedError, InvalidArgumentError, LayerTooLargeError
-from splitzip_aio.memory import map_anonymous
+from splitzip_aio.memory import map_anonymous, page_lock, page_unlock
 from splitzip_aio.telemetry import RingStatistics
 
 __all__ = ["PAGE_BYTES", "Slot", "SlotState", "StagingRing", "split_ring"]
@@ -37,7 +36,6 @@ logger = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 """Slots start at multiples of this, and direct reads are rounded to it."""
 
-_FOR_ALL_CONTEXTS = 1  # cudaHostRegisterPortable
 _PREFERRED_SLOT_BYTES = 16 << 20
 _PREFERRED_SLOTS = 3  # one being filled, one being copied, one in between
 
@@ -119,7 +117,7 @@ class StagingRing:
         self._waiters: deque[_Waiter] = deque()
         self._acquired = 0
         self._closed = False
-        self._fallback = _register(self._memory) if pinned else None
+        self._fallback = page_lock(self._memory) if pinned else None
         if self._fallback is not None:
             logger.warning("the staging ring is not pinned, so copies are slower: %s", self._fallback)
         self._pinned = pinned and self._fallback is None
@@ -216,7 +214,7 @@ class StagingRing:
             raise BusyError(f"a staging ring cannot close while slots are in use: {busy}")
         self._closed = True
         if self._pinned:
-            _unregister(self._memory)
+            page_unlock(self._memory)
         with suppress(BufferError):  # someone still looks at it: unmapped with the last view
             for slot in self._slots:
                 slot.payload.release()
@@ -302,26 +300,3 @@ def split_ring(ring_bytes: int, *, largest_read_bytes: int, table_bytes: Callabl
 
 def _whole_pages(size: int) -> int:
     return -(-size // PAGE_BYTES) * PAGE_BYTES
-
-
-def _register(memory: memoryview) -> str | None:
-    """Page-lock memory for CUDA; the reason if CUDA refuses."""
-    import torch
-
-    runtime = torch.cuda.cudart()
-    status = runtime.cudaHostRegister(_address(memory), len(memory), _FOR_ALL_CONTEXTS)
-    if status == runtime.cudaError.success:
-        return None
-    with suppress(RuntimeError):  # CUDA keeps the error, for the next kernel launch to report
-        torch.zeros(1, device="cuda")
-    return f"cudaHostRegister of {len(memory)} bytes failed: {runtime.cudaGetErrorString(status)}"
-
-
-def _unregister(memory: memoryview) -> None:
-    import torch
-
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(_address(memory)))
-
-
-def _address(memory: memoryview) -> int:
-    return np.frombuffer(memory, np.uint8).ctypes.data

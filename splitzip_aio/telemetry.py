@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from splitzip_aio.abc import ArenaStatistics, DriverStatistics
 
-__all__ = ["ResidencyStatistics", "RingStatistics", "TimeStatistics", "TransportStatistics"]
+__all__ = ["HostCacheStatistics", "ResidencyStatistics", "RingStatistics", "TimeStatistics", "TransportStatistics"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,37 @@ class RingStatistics:
     copying: int
     waiting: int
     acquired: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostCacheStatistics:
+    """A snapshot of a host cache, over all transports that use it.
+
+    Attributes:
+        capacity_bytes: the most memory that it may take.
+        bytes: memory that it has now: whole pages, with room for decode tables.
+        entries: extents that can be found.
+        held: extents that a transport is using, or bringing.
+        pinned: the memory is page-locked and known to CUDA.
+        fallback: why it is not although that was asked for; None if it is, or need not be.
+        hits: extents that were asked for and found.
+        misses: extents that were asked for and not found.
+        admissions: extents that were given room.
+        evictions: extents that had to go, for others or for want of memory.
+        shrunk: how many of ``evictions`` were for want of memory.
+    """
+
+    capacity_bytes: int
+    bytes: int
+    entries: int
+    held: int
+    pinned: bool
+    fallback: str | None
+    hits: int
+    misses: int
+    admissions: int
+    evictions: int
+    shrunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +151,8 @@ class TransportStatistics:
         files: packs.
         direct_bytes: bytes read past the page cache.
         buffered_bytes: bytes read through it.
+        host_bytes: bytes that came from the host tier instead.
+        host: the host tier, shared or not; None without one.
         wire_bytes: encoded bytes decoded so far, headers included, without what reads brought beside them.
         decoded_bytes: bytes decoded so far.
         fallbacks: for each better way that could not be taken, what and why; empty if none.
@@ -136,6 +169,8 @@ class TransportStatistics:
     files: int
     direct_bytes: int
     buffered_bytes: int
+    host_bytes: int
+    host: HostCacheStatistics | None
     wire_bytes: int
     decoded_bytes: int
     fallbacks: tuple[str, ...]

@@ -215,7 +215,7 @@ def test_memory_outlives_the_ring_while_someone_looks_at_it() -> None:
 def test_pinning_without_cuda_is_a_recorded_fallback(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("splitzip_aio.staging._register", lambda memory: "no such thing")
+    monkeypatch.setattr("splitzip_aio.staging.page_lock", lambda memory: "no such thing")
     with caplog.at_level(logging.WARNING), StagingRing(1, PAGE_BYTES, pinned=True) as ring:
         assert ring.statistics().fallback == "no such thing"
         assert not ring.statistics().pinned

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 
@@ -16,8 +17,9 @@ from splitzip_aio.abc import Arena, IOMode, ReadDriver
 from splitzip_aio.arena import CudaArena, HostArena
 from splitzip_aio.cache import LayerRule, SplitZipShardCache
 from splitzip_aio.drivers import DriverName, open_driver
-from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
+from splitzip_aio.errors import ClosedError, CorruptDataError, InvalidArgumentError, UnsupportedError
 from splitzip_aio.forecast import Forecast
+from splitzip_aio.host_cache import HostCache, HostTier
 from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 from splitzip_aio.staging import StagingRing, split_ring
@@ -37,6 +39,8 @@ async def open_transport(
     device: str | torch.device = "auto",
     ring_bytes: int | str = "256MiB",
     arena_bytes: int | str = "2GiB",
+    host_cache_bytes: int | str = 0,
+    host_cache: HostCache | None = None,
     driver: DriverName = "auto",
     io: IOMode = "auto",
     layer_of: LayerRule | None = None,
@@ -54,6 +58,8 @@ async def open_transport(
             CPU.
         ring_bytes: memory for staging slots; page-locked for a GPU. One slot is enough, three or more overlap.
         arena_bytes: memory on the device for decoded layers, at most; never more than all layers need.
+        host_cache_bytes: memory for compressed extents that are kept for later rounds, at most; page-locked for a GPU.
+        host_cache: an open host cache to keep them in instead, which other transports may use as well; stays open.
         driver: ``"uring"``, ``"threads"`` or ``"auto"``.
         io: how packs are read: ``"direct"`` past the page cache, ``"buffered"`` through it, or ``"auto"``: each extent
             from the page cache if it is there, and else past it.
@@ -64,7 +70,8 @@ async def open_transport(
 
     Raises:
         CacheNotFoundError, ManifestError: there is no usable cache.
-        InvalidArgumentError: an option is out of range.
+        InvalidArgumentError: an option is out of range, or two exclude each other.
+        ClosedError: ``host_cache`` is closed.
         UnknownLayerError: ``order`` names a layer that the cache does not have.
         LayerTooLargeError: the ring is smaller than the cache's largest segment.
         UnsupportedError: the device, the driver or direct reading was asked for and cannot be had here.
@@ -72,22 +79,19 @@ async def open_transport(
         TransportError: streaming broke down, and nobody has been told.
     """
     target, fallbacks = _choose_device(device)
-    assemble = partial(
-        _assemble,
-        cache,
-        target,
+    options = _Options(
         ring_bytes=parse_bytes(ring_bytes, name="ring_bytes"),
         arena_bytes=parse_bytes(arena_bytes, name="arena_bytes"),
+        host_cache=_choose_host_cache(host_cache, parse_bytes(host_cache_bytes, name="host_cache_bytes")),
         driver=driver,
         io=io,
         layer_of=layer_of,
         order=order,
         timeline=timeline,
-        fallbacks=fallbacks,
     )
     raised: BaseException | None = None
     async with AsyncExitStack() as resources:
-        transport = Transport(await _in_thread(partial(assemble, resources)))
+        transport = Transport(await _in_thread(partial(_assemble, cache, target, options, resources, fallbacks)))
         async with anyio.create_task_group() as group:
             group.start_soon(transport.serve, resources.pop_all())
             try:
@@ -123,18 +127,25 @@ async def _in_thread(make: Callable[[], Parts]) -> Parts:
     return result
 
 
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What :func:`open_transport` was asked for; ``host_cache`` is one that is shared, or the bytes of one's own."""
+
+    ring_bytes: int
+    arena_bytes: int
+    host_cache: HostCache | int
+    driver: DriverName
+    io: IOMode
+    layer_of: LayerRule | None
+    order: Sequence[str] | None
+    timeline: Timeline | None
+
+
 def _assemble(
     cache: str | PathLike[str] | SplitZipShardCache,
     device: torch.device,
+    options: _Options,
     resources: AsyncExitStack,
-    *,
-    ring_bytes: int,
-    arena_bytes: int,
-    driver: DriverName,
-    io: IOMode,
-    layer_of: LayerRule | None,
-    order: Sequence[str] | None,
-    timeline: Timeline | None,
     fallbacks: tuple[str, ...],
 ) -> Parts:
     """Make everything, in a worker thread since page-locking takes a while; ``resources`` takes it down."""
@@ -145,26 +156,53 @@ def _assemble(
         entries = opened.tensors.values()
         kind = CudaArena if device.type == "cuda" else HostArena
         slots, payload_bytes = split_ring(
-            ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=kind.table_bytes
+            options.ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=kind.table_bytes
         )
-        plan = ExecutionPlan(entries, slot_bytes=payload_bytes, max_segments=kind.max_segments, layer_of=layer_of)
-        forecast = Forecast(plan.layers, order=order)
+        plan = ExecutionPlan(
+            entries, slot_bytes=payload_bytes, max_segments=kind.max_segments, layer_of=options.layer_of
+        )
+        forecast = Forecast(plan.layers, order=options.order)
         ring = resources.enter_context(
             StagingRing(slots, payload_bytes, table_bytes=kind.table_bytes(payload_bytes), pinned=device.type == "cuda")
         )
         resources.callback(ring.release_all)
-        arena = _make_arena(device, min(arena_bytes, plan.nbytes), len(ring.slots[0].memory))
+        tier = _make_tier(options.host_cache, device, kind.table_bytes, resources)
+        arena = _make_arena(device, min(options.arena_bytes, plan.nbytes), len(ring.slots[0].memory))
         resources.push_async_callback(arena.aclose)
-        reader = open_driver(driver, buffers=[slot.payload for slot in ring.slots])
+        reader = open_driver(options.driver, buffers=[slot.payload for slot in ring.slots])
         resources.push_async_exit(reader)
         packs = tuple(str(opened.pack_path(number)) for number in range(len(opened.manifest.packs)))
-        files = []
-        for number in range(len(packs)):
-            files.append(_open_pack(opened, number, reader, io))
-            if files[-1] is not None:
-                resources.callback(files[-1].close)
-    fallbacks = (*fallbacks, *_fallbacks(ring, reader, files, io))
-    return Parts(plan, forecast, ring, reader, tuple(files), packs, arena, timeline, fallbacks)
+        files = [_open_pack(opened, number, reader, options.io, resources) for number in range(len(packs))]
+    fallbacks = (*fallbacks, *_fallbacks(ring, reader, files, options.io))
+    return Parts(plan, forecast, ring, reader, files, packs, arena, tier, options.timeline, fallbacks)
+
+
+def _choose_host_cache(shared: HostCache | None, own_bytes: int) -> HostCache | int:
+    """A shared host cache, or the bytes of one's own.
+
+    Raises:
+        InvalidArgumentError: both were given.
+        ClosedError: the shared one is closed.
+    """
+    if shared is None:
+        return own_bytes
+    if own_bytes:
+        raise InvalidArgumentError("host_cache has its own size; give it or host_cache_bytes, not both")
+    if shared.closed:
+        raise ClosedError("the host cache is closed")
+    return shared
+
+
+def _make_tier(
+    host_cache: HostCache | int, device: torch.device, table_bytes: Callable[[int], int], resources: AsyncExitStack
+) -> HostTier | None:
+    if host_cache == 0:
+        return None
+    if isinstance(host_cache, int):
+        host_cache = resources.enter_context(HostCache(host_cache, pinned=device.type == "cuda"))
+    tier = HostTier(host_cache, table_bytes=table_bytes, device=device)
+    resources.callback(tier.close)
+    return tier
 
 
 def _choose_device(device: str | torch.device) -> tuple[torch.device, tuple[str, ...]]:
@@ -213,7 +251,9 @@ def _make_arena(device: torch.device, capacity_bytes: int, slot_bytes: int) -> A
     return HostArena(capacity_bytes)
 
 
-def _open_pack(cache: SplitZipShardCache, number: int, reader: ReadDriver, io: IOMode) -> PackSource | None:
+def _open_pack(
+    cache: SplitZipShardCache, number: int, reader: ReadDriver, io: IOMode, resources: AsyncExitStack
+) -> PackSource | None:
     """Open a pack by way of the cache's own descriptor, so that it is the one that the manifest belongs to.
 
     None if it does not exist, which concerns only who reads from it.
@@ -222,7 +262,9 @@ def _open_pack(cache: SplitZipShardCache, number: int, reader: ReadDriver, io: I
         descriptor = cache.open_pack(number)
     except CorruptDataError:
         return None
-    return PackSource(reader, descriptor, str(cache.pack_path(number)), io=io)
+    pack = PackSource(reader, descriptor, str(cache.pack_path(number)), io=io)
+    resources.callback(pack.close)
+    return pack
 
 
 def _fallbacks(ring: StagingRing, reader: ReadDriver, files: Sequence[PackSource | None], io: IOMode) -> Iterator[str]:

@@ -16,6 +16,7 @@ from splitzip_aio.abc import Arena, ReadDriver
 from splitzip_aio.dispatch import Dispatcher
 from splitzip_aio.errors import ClosedError, SplitZipError, TransportError, WrongEventLoopError
 from splitzip_aio.forecast import Forecast
+from splitzip_aio.host_cache import HostTier
 from splitzip_aio.loading import FilledSlot
 from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan
@@ -43,6 +44,7 @@ class Parts:
     files: Sequence[PackSource | None]
     packs: Sequence[str]
     arena: Arena
+    tier: HostTier | None
     timeline: Timeline | None
     fallbacks: tuple[str, ...]
 
@@ -58,7 +60,9 @@ class Transport:
         self._token = current_token()
         self._clock = StageClock(parts.timeline)
         send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
-        self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, parts.packs, send, clock=self._clock)
+        self._prefetcher = Prefetcher(
+            parts.driver, parts.ring, parts.files, parts.packs, send, tier=parts.tier, clock=self._clock
+        )
         self._dispatcher = Dispatcher(parts.arena, parts.ring, parts.packs, receive, clock=self._clock)
         self._residency = Residency(
             parts.arena,
@@ -115,6 +119,8 @@ class Transport:
         """A snapshot of what the transport is doing and has done."""
         parts = self._parts
         io = parts.driver.statistics()
+        host = None if parts.tier is None else parts.tier.cache.statistics()
+        unpinned = () if host is None or host.fallback is None else (f"pinned host cache: {host.fallback}",)
         return TransportStatistics(
             device=str(self.device),
             io=io,
@@ -127,9 +133,11 @@ class Transport:
             files=len(parts.files),
             direct_bytes=io.direct_bytes_read,
             buffered_bytes=io.bytes_read - io.direct_bytes_read,
+            host_bytes=0 if parts.tier is None else parts.tier.hit_bytes,
+            host=host,
             wire_bytes=self._dispatcher.wire_bytes,
             decoded_bytes=self._dispatcher.decoded_bytes,
-            fallbacks=parts.fallbacks,
+            fallbacks=(*parts.fallbacks, *unpinned),
         )
 
     async def aclose(self) -> None:

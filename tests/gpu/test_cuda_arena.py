@@ -17,7 +17,8 @@ from splitzip_aio.codec.cpu import encode_segment
 from splitzip_aio.codec.formats import BF16
 from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
-from splitzip_aio.staging import StagingRing, _address
+from splitzip_aio.memory import _address
+from splitzip_aio.staging import StagingRing
 from splitzip_aio.transport import open_transport
 from tests.transport.conftest import sample
 from tests.transport.samples import LAYER_BYTES, Sample, raw
@@ -223,7 +224,7 @@ async def test_opening_and_closing_leaves_no_memory_behind(sample: Sample) -> No
 def test_a_refused_registration_is_survived(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory registered already is refused; nothing of that error surfaces later, in an innocent call."""
     with StagingRing(1, 4096, pinned=True) as ring:
-        monkeypatch.setattr("splitzip_aio.staging._address", lambda _: _address(ring.slots[0].memory))
+        monkeypatch.setattr("splitzip_aio.memory._address", lambda _: _address(ring.slots[0].memory))
         with StagingRing(1, 4096, pinned=True) as refused:
             reason = refused.statistics().fallback
             assert reason is not None
