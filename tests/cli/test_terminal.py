@@ -63,7 +63,7 @@ def test_pipe_gets_plain_lines(checkpoint: Path, tmp_path: Path) -> None:
     )
     assert "\x1b" not in done.stdout + done.stderr
     assert "━" not in done.stdout + done.stderr
-    assert done.stderr == f"build {tmp_path / 'cache'} ...\n"
+    assert done.stderr.startswith(f"build {tmp_path / 'cache'} ...\n")
 
 
 def test_long_operations_say_now_and_then_how_far_they_are(
