@@ -28,9 +28,9 @@ _BATCH_BYTES = 1 << 20  # enough decoding to be worth another turn: about a mill
 class HostArena(BufferArena):
     """An arena in anonymous host memory, which the kernel commits as it is written to.
 
-    Segments are decoded from the slot itself by at most ``workers`` threads at a time, which share a slot, batch by
-    batch until none is left: one call into a thread for many segments, since each costs the event loop about as much as
-    decoding 100 KB. The compiled decoder runs without the GIL.
+    Segments are decoded from the slot itself by at most ``workers`` threads at a time. Several share a slot, batch by
+    batch, while there are fewer slots than threads; otherwise a slot is one call into a thread, since each costs the
+    event loop as much as decoding some 100 KB. The compiled decoder runs without the GIL.
 
     Args:
         capacity_bytes: its size.
@@ -76,9 +76,14 @@ class HostArena(BufferArena):
 
         try:
             target = self.buffer.numpy()
-            async with anyio.create_task_group() as group:
-                for _ in range(min(len(batches), self._workers)):
-                    group.start_soon(decode)
+            # As long as slots keep every thread busy, each has one; else idle threads help.
+            helpers = min(len(batches), int(self._limiter.available_tokens)) - 1
+            if helpers > 0:
+                async with anyio.create_task_group() as group:
+                    for _ in range(1 + helpers):
+                        group.start_soon(decode)
+            else:
+                await decode()
         finally:
             drained()
         failed = [share for share in shares if share.error is not None]

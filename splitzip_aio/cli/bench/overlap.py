@@ -192,9 +192,8 @@ def render_overlap(report: OverlapReport, output: Output) -> None:
     rows = [row for tier in report.tiers for row in _rows(tier, report)]
     output.table(("from", "stage", "seconds", "least", "most", "wire GB/s", "model GB/s"), rows)
     for tier in report.tiers:
-        output.line(
-            f"{tier.tier}: efficiency {tier.efficiency:.3f} of {tier.slowest} alone; waited {_waited(tier.waited)}"
-        )
+        output.line(f"{tier.tier}: efficiency {tier.efficiency:.3f}, {tier.slowest} alone over all together")
+        output.line(f"{tier.tier}: the last pass waited for {_waited(tier.waited)}")
         for reason in tier.fallbacks:
             output.line(f"{tier.tier}: fell back, {reason}")
     naps = report.wake_ups

@@ -45,7 +45,9 @@ class Peer:
 def _safetensors(files: Sequence[Path], device: torch.device) -> Mapping[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in files for name, tensor in load_file(file, device=str(device)).items()}
+    tensors = {name: tensor for file in files for name, tensor in load_file(file, device=str(device)).items()}
+    # On the CPU it maps the file, and nothing is loaded before someone looks.
+    return {name: tensor.clone() for name, tensor in tensors.items()} if device.type == "cpu" else tensors
 
 
 def _fastsafetensors(files: Sequence[Path], device: torch.device) -> Mapping[str, torch.Tensor]:
