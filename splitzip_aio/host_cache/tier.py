@@ -15,7 +15,7 @@ from splitzip_aio.host_cache.cache import HostCache, HostHold
 
 __all__ = ["HostTier"]
 
-_COPIES_AT_ONCE = 2
+_COPIES_AT_ONCE = 4  # pinning a page and filling it takes longer than the kernel takes to read it from its cache
 
 _Result = TypeVar("_Result")
 
