@@ -33,12 +33,14 @@ async def test_times_add_up_to_the_time_that_it_was_open(sample: Sample, device:
 
 
 async def test_who_takes_their_time_is_waited_for(sample: Sample, device: str) -> None:
-    async with open_transport(sample.root, device=device, ring_bytes="4MiB") as transport:
-        async with await transport.prefetch(transport.layers[0]):
-            await settled(transport)
-            before = transport.statistics().time
-            await anyio.sleep(0.2)
-            after = transport.statistics().time
+    async with (
+        open_transport(sample.root, device=device, ring_bytes="4MiB") as transport,
+        await transport.prefetch(transport.layers[0]),
+    ):
+        await settled(transport)
+        before = transport.statistics().time
+        await anyio.sleep(0.2)
+        after = transport.statistics().time
     assert after.consumer_s - before.consumer_s == pytest.approx(0.2, abs=0.1)
     assert after.disk_s == before.disk_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,13 +102,12 @@ def run_overlap(
     for tier in tiers:
         output.note(f"verify every byte, from the {tier.value}")
         streamer.verify(tier)
-    output.note("time the stages that no tier changes, alone")
-    alone = {"copy": Times.of([stages.copy() for _ in range(repeats)])} if streamer.device.type == "cuda" else {}
-    alone["decode"] = Times.of(stages.decode(repeats))
+    decodes = stages.decodes()
     reports = []
     for tier in tiers:
-        output.note(f"time all together, from the {tier.value}")
-        reports.append(_time_tier(streamer, stages, tier, alone, repeats))
+        output.note(f"time each stage and all together, from the {tier.value}")
+        reports.append(_time_tier(streamer, stages, decodes, tier, repeats))
+    decodes.close()
     output.note("time the naps of a task beside the stream")
     wake_ups = asyncio.run(_probe(streamer, tiers[-1]))
     if timeline is not None:
@@ -125,17 +124,20 @@ def run_overlap(
     )
 
 
-def _time_tier(streamer: Streamer, stages: Stages, tier: Tier, alone: dict[str, Times], repeats: int) -> TierReport:
-    """Reading alone and the whole take turns, so what else the machine does falls on both."""
-    reading: list[float] = []
+def _time_tier(streamer: Streamer, stages: Stages, decodes: Iterator[float], tier: Tier, repeats: int) -> TierReport:
+    """The stages and the whole take turns, so what else the machine does falls on all of them."""
+    alone: dict[str, list[float]] = {}
     passes: list[Pass] = []
     for _ in range(repeats):
         if tier is not Tier.HOST:
             streamer.ready(tier)
-            reading.append(stages.read())
+            alone.setdefault("read", []).append(stages.read())
+        if streamer.device.type == "cuda":
+            alone.setdefault("copy", []).append(stages.copy())
+        alone.setdefault("decode", []).append(next(decodes))
         streamer.ready(tier)
         passes.append(streamer.run(tier))
-    times = ({"read": Times.of(reading)} if reading else {}) | alone
+    times = {name: Times.of(seconds) for name, seconds in alone.items()}
     together = Times.of([each.seconds for each in passes])
     slowest = max(times, key=lambda name: times[name].median_s)
     last = passes[-1].statistics

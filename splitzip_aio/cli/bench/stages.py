@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,8 +89,8 @@ class Stages:
             stream.synchronize()
             return time.perf_counter() - began
 
-    def decode(self, repeats: int) -> list[float]:
-        """Seconds in which everything is decoded once it has landed, ``repeats`` times.
+    def decodes(self) -> Generator[float, None, None]:
+        """Seconds in which everything is decoded once it has landed, each time it is asked for.
 
         Of a large cache the first 4 GiB are decoded, and the seconds are scaled. On the CPU by as many threads as the
         arena has.
@@ -101,7 +101,8 @@ class Stages:
         landed = list(self._land())
         scale = self.wire_bytes / max(sum(each.payload.size for each in landed), 1)
         measure = self._decode_on_device if self._device.type == "cuda" else self._decode_here
-        return [seconds * scale for seconds in measure(landed, repeats)]
+        for seconds in measure(landed):
+            yield seconds * scale
 
     @contextmanager
     def _ring(self) -> Iterator[StagingRing]:
@@ -148,7 +149,7 @@ class Stages:
                 payload = np.fromfile(cache.pack_path(read.pack), np.uint8, read.nbytes, offset=read.offset)
                 yield _Landed(read, payload, starts[:-1])
 
-    def _decode_here(self, landed: Sequence[_Landed], repeats: int) -> Iterator[float]:
+    def _decode_here(self, landed: Sequence[_Landed]) -> Iterator[float]:
         out = np.empty(_end(landed), np.uint8)
         work = [
             (
@@ -161,12 +162,12 @@ class Stages:
         decode = partial(cpu.decode_segment, where="benchmark")
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             list(pool.map(decode, *zip(*work, strict=True)))
-            for _ in range(repeats):
+            while True:
                 began = time.perf_counter()
                 list(pool.map(decode, *zip(*work, strict=True)))
                 yield time.perf_counter() - began
 
-    def _decode_on_device(self, landed: Sequence[_Landed], repeats: int) -> Iterator[float]:
+    def _decode_on_device(self, landed: Sequence[_Landed]) -> Iterator[float]:
         from splitzip_aio.codec.gpu import GpuSplitZipDecoder
 
         with torch.cuda.device(self._device):
@@ -179,7 +180,7 @@ class Stages:
 
             checksums = [found.cpu().numpy().view(np.uint64) for found in decode()]
             _check(checksums, [table for _, (_, table) in slots])
-            for _ in range(repeats):
+            while True:
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 decode()
