@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitzip_aio.codec.formats import ElementFormat
 from splitzip_aio.codec.headers import SegmentHeaders
+from splitzip_aio.codec.launch import KernelLauncher
 from splitzip_aio.codec.layout import SEGMENT_ALIGN, TILE_ELEMENTS
 from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.codec.slot_table import TOP16_TILE_ELEMENTS, Launch, SlotTable, table_capacity
@@ -86,9 +86,7 @@ class GpuSplitZipDecoder:
 
         self._kernel: Any = decode_slot_kernel
         self._checksum = checksum
-        self._compiled: dict[
-            tuple[torch.device, ElementFormat, Schedule | None], tuple[Any, tuple[bool | int, ...]]
-        ] = {}
+        self._launcher = KernelLauncher()
 
     def decode_slot(self, slot: torch.Tensor, table_offset: int, table: SlotTable) -> torch.Tensor:
         """Decode every segment of ``slot`` to the destinations in its table, on the current stream.
@@ -168,27 +166,20 @@ class GpuSplitZipDecoder:
         return PendingDecode(table, found, ready, "payload")
 
     def _launch(self, slot: torch.Tensor, table_offset: int, table: SlotTable, launch: Launch) -> None:
-        """One launch. What is compiled is kept: Triton's own look-up takes longer than a slot of small tensors."""
         offsets = table_offset, table_offset + table.results, table_offset + table.tiles + 4 * launch.first
-        kind = (slot.device, launch.fmt, launch.schedule)
-        compiled = self._compiled.get(kind)
-        if compiled is not None:
-            kernel, constants = compiled
-            kernel[(launch.tiles, 1, 1)](slot, *offsets, *constants)
-            return
+        widths = (*(launch.schedule.widths if launch.schedule else ()), 0, 0, 0, 0)
         ptx = slot.is_cuda and torch.version.hip is None
-        constants = _constants(launch, check=self._checksum, ptx=ptx)
+        constants = {
+            "MIXED": launch.schedule is None,
+            "FORMAT": launch.fmt.code,
+            **{f"W{tier}": widths[tier] for tier in range(4)},
+            "TILE": TILE_ELEMENTS,
+            "TOP16_TILE": TOP16_TILE_ELEMENTS,
+            "CHECK": self._checksum,
+            "PTX": ptx,
+        }
         options = {"maxnreg": _registers(launch.schedule)} if ptx else {}
-        kernel = self._kernel[(launch.tiles,)](slot, *offsets, *constants, num_warps=1, **options)
-        if slot.is_cuda:
-            self._compiled[kind] = kernel, constants
-
-
-def _constants(launch: Launch, *, check: bool, ptx: bool) -> tuple[bool | int, ...]:
-    """The kernel's compile-time arguments, in its order: MIXED, FORMAT, W0 to W3, TILE, TOP16_TILE, CHECK, PTX."""
-    widths = (*(launch.schedule.widths if launch.schedule else ()), 0, 0, 0, 0)[:4]
-    mixed = launch.schedule is None
-    return (mixed, launch.fmt.code, *widths, TILE_ELEMENTS, TOP16_TILE_ELEMENTS, check, ptx)
+        self._launcher.launch(self._kernel, launch.tiles, (slot, *offsets), constants, **options)
 
 
 def _registers(schedule: Schedule | None) -> int:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from splitzip_aio.codec.codebook import SplitZipCodebook
 from splitzip_aio.codec.dtypes import flat_contents
 from splitzip_aio.codec.formats import RAW, element_format
-from splitzip_aio.codec.gpu_segments import DeviceContents, DeviceSegments, GpuSegmentEncoder
+from splitzip_aio.codec.gpu_segments import DeviceContents, DeviceSegments, GpuSegmentEncoder, PendingCounts
 from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.codec.segments import SegmentPlan, decoded_segment_bytes, plan_segments
 from splitzip_aio.codec.tensors import PayloadMeta
@@ -46,6 +46,16 @@ class DevicePayloads:
             self.segments.to_host(payloads)
         parts = payloads.split([meta.compressed_bytes for meta in self.metas])
         return list(zip(parts, self.metas, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A batch whose exponents are being counted: dtype, shape and contents of each tensor, the empty ones included."""
+
+    flat: list[tuple[str, tuple[int, ...], torch.Tensor]]
+    contents: list[DeviceContents]
+    pending: PendingCounts | None
+    room: torch.Tensor | None
 
 
 class GpuSplitZipEncoder:
@@ -84,10 +94,10 @@ class GpuSplitZipEncoder:
     ) -> Iterator[tuple[torch.Tensor, PayloadMeta]]:
         """:meth:`encode` each tensor, many small ones at once.
 
-        Device memory stays at 512 MiB for encoding, or twice the largest tensor, however many there are.
+        Device memory stays at 1 GiB for encoding, or four times the largest tensor, however many there are.
         """
-        for batch in _batches(tensors):
-            yield from self.encode_on_device(batch, schedule=schedule).to_host()
+        for payloads in self.encode_on_device_each(_batches(tensors), schedule=schedule):
+            yield from payloads.to_host()
 
     def encode_on_device(
         self, tensors: Sequence[torch.Tensor], *, schedule: Schedule | str | Sequence[int] | None = None
@@ -97,21 +107,46 @@ class GpuSplitZipEncoder:
         The host waits for the exponent counts, then goes on while the device encodes. Raises what :meth:`encode` does,
         and ``to_host`` the rest.
         """
+        return next(self.encode_on_device_each([tensors], schedule=schedule))
+
+    def encode_on_device_each(
+        self,
+        batches: Iterable[Sequence[torch.Tensor]],
+        *,
+        schedule: Schedule | str | Sequence[int] | None = None,
+    ) -> Iterator[DevicePayloads]:
+        """:meth:`encode_on_device` for each batch; the device counts the next one while the host plans this one."""
         wanted = None if schedule is None else Schedule.parse(schedule)
+        started: _Started | None = None
+        for batch in batches:
+            following = self._start(batch)
+            if started is not None:
+                yield self._finish(started, wanted)
+            started = following
+        if started is not None:
+            yield self._finish(started, wanted)
+
+    def _start(self, tensors: Sequence[torch.Tensor]) -> _Started:
+        """Begin to count exponents, and to make room for the segments."""
         flat = [flat_contents(tensor, self._segments.device) for tensor in tensors]
         contents = [_contents(dtype, data) for dtype, _, data in flat if data.numel()]
         if not contents:
-            return DevicePayloads(tuple(_plan(dtype, shape, _NO_SEGMENTS, wanted)[0] for dtype, shape, _ in flat), None)
-        pending = self._segments.count(contents)
-        room = self._segments.room(contents)
-        remaining = iter(pending.wait())
+            return _Started(flat, contents, None, None)
+        return _Started(flat, contents, self._segments.count(contents), self._segments.room(contents))
+
+    def _finish(self, started: _Started, wanted: Schedule | None) -> DevicePayloads:
+        """Plan by the counts, and begin to encode."""
+        counts = iter(started.pending.wait() if started.pending else ())
         metas, plans = [], []
-        for dtype, shape, data in flat:
-            meta, plan = _plan(dtype, shape, next(remaining) if data.numel() else _NO_SEGMENTS, wanted)
+        for dtype, shape, data in started.flat:
+            meta, plan = _plan(dtype, shape, next(counts) if data.numel() else _NO_SEGMENTS, wanted)
             metas.append(meta)
             if data.numel():
                 plans.append(plan)
-        return DevicePayloads(tuple(metas), self._segments.encode(contents, plans, pending.tiles, room))
+        if started.pending is None:
+            return DevicePayloads(tuple(metas), None)
+        segments = self._segments.encode(started.contents, plans, started.pending.tiles, started.room)
+        return DevicePayloads(tuple(metas), segments)
 
 
 def _batches(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

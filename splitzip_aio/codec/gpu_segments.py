@@ -16,6 +16,7 @@ from splitzip_aio.codec.checksum import GROUP, GROUP_BYTES
 from splitzip_aio.codec.encode_table import WINDOW_EXPONENTS, EncodeLaunch, EncodeTable, Stretch
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.gpu import triton_available
+from splitzip_aio.codec.launch import KernelLauncher
 from splitzip_aio.codec.layout import HEADER_BYTES
 from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import MAX_DEPTH, STORED
@@ -157,6 +158,7 @@ class GpuSegmentEncoder:
         from splitzip_aio.codec.kernels import count, encode
 
         self.device = torch.device(device)
+        self._launcher = KernelLauncher()
         self._ptx = self.device.type == "cuda" and torch.version.hip is None
         self._count: Any = count.count_exponents_kernel
         self._measure: Any = count.measure_tiles_kernel
@@ -233,14 +235,13 @@ class GpuSegmentEncoder:
         return TileCounts(windows, torch.full((table.rows,), -1, dtype=torch.int32, device=self.device))
 
     def _launch(
-        self, kernel: Any, launch: EncodeLaunch, table: EncodeTable, base: torch.Tensor, *args: Any, **options: Any
+        self, kernel: Any, launch: EncodeLaunch, table: EncodeTable, base: torch.Tensor, *args: Any, **constants: int
     ) -> None:
-        if kernel is not self._copy:
-            options.update(_bits(launch.fmt))
-        if self._ptx:
-            options["maxnreg"] = _REGISTERS
+        bits = {} if kernel is self._copy else _bits(launch.fmt)
+        options = {"maxnreg": _REGISTERS} if self._ptx else {}
+        arguments = (base, table.descriptors, launch.first, *args)
         with self._on_device():
-            kernel[(launch.tiles,)](base, table.descriptors, launch.first, *args, num_warps=1, **options)
+            self._launcher.launch(kernel, launch.tiles, arguments, {**bits, **constants}, **options)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

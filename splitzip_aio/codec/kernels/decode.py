@@ -153,9 +153,9 @@ def first_codes(plane, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
     if WIDTH == 1:
         return tl.load(plane + lane).to(tl.uint32)
     if WIDTH == 2:
-        return tl.load(plane.to(tl.pointer_type(tl.uint16)) + lane, eviction_policy="evict_first").to(tl.uint32)
+        return tl.load(plane.to(tl.pointer_type(tl.uint16)) + lane).to(tl.uint32)
     if WIDTH == 4:
-        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane, eviction_policy="evict_first")
+        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane)
     return window(plane.to(tl.pointer_type(tl.uint32)), lane.to(tl.uint32) * 24, UNBOUNDED, PTX)
 
 
@@ -165,7 +165,7 @@ def fetch(segment, codes, at, FORMAT: tl.constexpr, W0: tl.constexpr, PTX: tl.co
     packed = first_codes(codes, at, 4 if W0 == 0 else W0, PTX)
     s = tl.zeros(at.shape, tl.uint64)
     if FORMAT <= F32:
-        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at, eviction_policy="evict_first")
+        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at)
     return packed, s
 
 
@@ -222,7 +222,7 @@ def coded(
         ahead = tl.minimum(k + 1, full - 1)
         packed_ahead, s_ahead = fetch(segment, codes, lane + ahead * LANES, FORMAT, W0, PTX)
         if W0 == 0:
-            place = lane + (k % TILE_CHUNKS) * LANES
+            place = (lane + k * LANES) & (LANES * TILE_CHUNKS - 1)
             e0, e1 = top16(place, packed, tail, start, end, escapes, books, PTX)
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
@@ -234,7 +234,7 @@ def coded(
         packed, s = fetch(segment, codes, tl.minimum(at, last_lane), FORMAT, W0, PTX)
         packed = tl.where(at <= last_lane, packed, 0)
         if W0 == 0:
-            place = lane + (full % TILE_CHUNKS) * LANES
+            place = (lane + full * LANES) & (LANES * TILE_CHUNKS - 1)
             e0, e1 = top16(place, packed, tail, start, end, escapes, books, PTX)
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
