@@ -26,6 +26,7 @@ from splitzip_aio.errors import (
     UnsupportedError,
     WrongEventLoopError,
 )
+from splitzip_aio.host_cache import HostCache
 from splitzip_aio.transport import Transport, open_transport
 from tests.transport.samples import LAYER_BYTES, Sample, assert_idle, raw, settled
 
@@ -316,7 +317,7 @@ class BreakingUploads:
         self.reached = anyio.Event()
         self.broken = anyio.Event()
 
-    async def __call__(self, *args: object, drained: Callable[[], None]) -> None:
+    async def __call__(self, *args: object, drained: Callable[[], None], **options: object) -> None:
         self.reached.set()
         await self.broken.wait()
         drained()
@@ -333,7 +334,9 @@ async def test_a_breakdown_is_told_to_all_who_wait(sample: Sample, monkeypatch: 
         causes.append(caught.value.__cause__)
 
     async def stream() -> None:
-        async with open_transport(sample.root, device="cpu", ring_bytes="1MiB", arena_bytes="128KiB") as transport:
+        async with open_transport(
+            sample.root, device="cpu", ring_bytes="1MiB", arena_bytes="128KiB", host_cache=host
+        ) as transport:
             transports.append(transport)
             upload = BreakingUploads()
             upload.broken.set()
@@ -343,8 +346,10 @@ async def test_a_breakdown_is_told_to_all_who_wait(sample: Sample, monkeypatch: 
                     group.start_soon(wait, transport, layer)
             await wait(transport, "blocks.0")
 
-    with anyio.fail_after(5), pytest.raises(TransportError, match="broke down"):
-        await stream()
+    with HostCache("1MiB", pinned=False) as host:
+        with anyio.fail_after(5), pytest.raises(TransportError, match="broke down"):
+            await stream()
+        assert host.statistics().held == 0
     assert len(causes) == 12
     assert all(isinstance(cause, ExceptionGroup) and cause.subgroup(BrokenError) for cause in causes)
     statistics = transports[0].statistics()
