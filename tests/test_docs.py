@@ -41,4 +41,4 @@ def test_python_of_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_shown_exist(page: Path) -> None:
     commands = set(re.findall(r"^(?:\$ )?splitzip-aio ([a-z]+)", page.read_text(), re.MULTILINE))
-    assert commands <= {"build", "inspect", "verify", "load", "demo", "doctor"}
+    assert commands <= {"build", "inspect", "verify", "load", "demo", "doctor", "bench"}

@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import CommandLine
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMANDS = ("build", "inspect", "verify", "load", "demo", "doctor")
+COMMANDS = ("build", "inspect", "verify", "load", "demo", "bench overlap", "bench loaders", "doctor")
 
 
 def section(command: str) -> str:
@@ -22,7 +22,8 @@ def section(command: str) -> str:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options(cli: CommandLine, command: str) -> None:
-    told = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", cli(command, "--help").out, re.MULTILINE)) - {"--help", "--json"}
+    page = cli(*command.split(), "--help").out
+    told = set(re.findall(r"^  (?:-h, )?(--[a-z-]+)", page, re.MULTILINE)) - {"--help", "--json"}
     documented = set(re.findall(r"^\| `(--[a-z-]+)` \|", section(command), re.MULTILINE))
     assert documented == told
 
@@ -34,10 +35,12 @@ def test_fields(cli: CommandLine, checkpoint: Path, built: Path, tmp_path: Path)
         "verify": (built,),
         "load": (built, "--device", "cpu"),
         "demo": ("--size", "1MiB", "--device", "cpu"),
+        "bench overlap": ("--gigabytes", "0.001", "--repeats", "1", "--device", "cpu", "--ring", "8MiB"),
+        "bench loaders": ("--gigabytes", "0.001", "--repeats", "1", "--device", "cpu", "--ring", "8MiB"),
         "doctor": (),
     }
     for command in COMMANDS:
-        document = cli(command, *arguments[command], "--json").document
+        document = cli(*command.split(), *arguments[command], "--json").document
         documented = set(re.findall(r"`([a-z_]+)`", section(command).partition("JSON:")[2]))
         assert document.keys() <= documented, command
         for rows in (value for value in document.values() if isinstance(value, list) and value):

@@ -22,11 +22,13 @@ from splitzip_aio.cli.bench.workload import Workload, drop_from_page_cache, load
 from splitzip_aio.cli.demo import Comparison
 from splitzip_aio.cli.streaming import Visit
 from splitzip_aio.codec import cpu
-from splitzip_aio.errors import CorruptDataError
+from splitzip_aio.errors import CorruptDataError, SplitZipError
 from splitzip_aio.telemetry import TransportStatistics
 from splitzip_aio.timeline import Timeline
 
 __all__ = ["Pass", "Streamer", "Tier", "processor", "tiers_here"]
+
+_ASKED_FOR = 3
 
 
 class Tier(enum.Enum):
@@ -110,11 +112,33 @@ class Streamer:
             return await self._pass(transport, visit)
 
     async def _pass(self, transport: splitzip_aio.Transport, visit: Visit | None = None) -> Pass:
+        """Ask for each layer in order, and for the two after it, as a caller does who knows what comes next."""
+        layers = transport.layers
+        arrived = [anyio.Event() for _ in layers]
+        leases: dict[int, splitzip_aio.Lease] = {}
+        failures: list[SplitZipError] = []
         began = time.perf_counter()
-        for layer in transport.layers:
-            async with await transport.prefetch(layer) as lease:
-                if visit is not None:
-                    visit(lease.tensors)
+        async with anyio.create_task_group() as group:
+
+            async def fetch(place: int) -> None:
+                try:
+                    leases[place] = await transport.prefetch(layers[place])
+                except SplitZipError as error:
+                    failures.append(error)  # raised here, it would come out as a group
+                    group.cancel_scope.cancel()
+                arrived[place].set()
+
+            for place in range(min(_ASKED_FOR, len(layers))):
+                group.start_soon(fetch, place)
+            for place, event in enumerate(arrived):
+                await event.wait()
+                async with leases.pop(place) as lease:
+                    if visit is not None:
+                        visit(lease.tensors)
+                if place + _ASKED_FOR < len(layers):
+                    group.start_soon(fetch, place + _ASKED_FOR)
+        if failures:
+            raise failures[0]
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return Pass(time.perf_counter() - began, transport.statistics())
@@ -133,14 +157,11 @@ class Streamer:
         options: dict[str, Any] = {}
         if tier is Tier.HOST:
             options["host_cache_bytes"] = 2 * self.workload.compressed_bytes
-        with splitzip_aio.SplitZipShardCache(self.workload.cache) as cache:
-            order = tuple(cache.layers)
         return splitzip_aio.open_transport(
             self.workload.cache,
             device=self.device,
             ring_bytes=self.ring_bytes,
             arena_bytes=self.arena_bytes,
-            order=order,
             timeline=timeline,
             **options,
         )
