@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,16 +25,22 @@ class Packs:
     def __init__(self, root: Path) -> None:
         self.descriptors = [os.open(path, os.O_RDONLY) for path in sorted((root / "packs").iterdir())]
         self.sizes = [os.fstat(descriptor).st_size for descriptor in self.descriptors]
+        self.mapped: list[mmap.mmap] = []
 
     def evict(self) -> None:
+        self.unmap()
         for descriptor in self.descriptors:
             os.fsync(descriptor)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def fill(self, count: int) -> None:
-        """Read the first ``count`` packs."""
-        for descriptor, size in list(zip(self.descriptors, self.sizes, strict=True))[:count]:
-            os.pread(descriptor, size, 0)
+        """Map the first ``count`` packs: pages that are mapped stay, also where someone else drops all caches."""
+        for descriptor in self.descriptors[:count]:
+            self.mapped.append(mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ))
+
+    def unmap(self) -> None:
+        while self.mapped:
+            self.mapped.pop().close()
 
     @property
     def cached_pages(self) -> int:
@@ -53,7 +60,7 @@ def packs(sample: Sample) -> Iterator[Packs]:
     if not direct_support(packs.descriptors[0]).supported:
         pytest.skip("no direct I/O here")
     yield packs
-    packs.fill(len(packs.descriptors))
+    packs.unmap()
     for descriptor in packs.descriptors:
         os.close(descriptor)
 
