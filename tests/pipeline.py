@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import anyio
 import torch
 
-from splitzip_aio.abc import Arena, ArenaStatistics, DriverStatistics, Fence, FileHandle, ReadDriver, SegmentPlacement, StageTrace
+from splitzip_aio.abc import (
+    Arena,
+    ArenaStatistics,
+    DriverStatistics,
+    Fence,
+    FileHandle,
+    ReadDriver,
+    SegmentPlacement,
+    StageTrace,
+)
 from splitzip_aio.loading import Load
 from splitzip_aio.plan import LayerPlan, PlannedRead, PlannedSegment
 
