@@ -13,12 +13,13 @@ import typer
 import splitzip_aio
 from splitzip_aio.cli.bench.loaders import render_loaders, run_loaders
 from splitzip_aio.cli.bench.overlap import render_overlap, run_overlap
-from splitzip_aio.cli.bench.passes import Streamer, Tier, tiers_here
+from splitzip_aio.cli.bench.passes import Streamer, Tier
 from splitzip_aio.cli.bench.peers import PEERS, Peer
 from splitzip_aio.cli.bench.workload import Workload, prepare
 from splitzip_aio.cli.output import Output, reporting
 from splitzip_aio.cli.streaming import best_device
 from splitzip_aio.errors import InvalidArgumentError
+from splitzip_aio.host_cache import HostCache
 from splitzip_aio.units import parse_bytes
 
 __all__ = ["bench"]
@@ -30,6 +31,8 @@ bench = typer.Typer(
 )
 
 T = TypeVar("T")
+
+_HOST_TABLES_BYTES = 64 << 20  # room for the tables of a small cache; a large one has the second half
 
 Gigabytes: TypeAlias = Annotated[
     float | None, typer.Option("--gigabytes", help="Size of the checkpoint; 5.9, or 0.3 without a GPU.")
@@ -101,7 +104,7 @@ def loaders(
 
 def _tiers(names: str | None) -> tuple[Tier, ...]:
     """The tiers of these names; all that there are by default."""
-    known = {tier.value.replace(" ", "-"): tier for tier in tiers_here()}
+    known = {tier.value.replace(" ", "-"): tier for tier in Tier}
     return tuple(known.values()) if names is None else tuple(_named(known, names, "--tiers"))
 
 
@@ -132,7 +135,8 @@ def _streamer(
         if directory is None:
             directory = Path(own.enter_context(tempfile.TemporaryDirectory(prefix="splitzip-bench-")))
         workload = prepare(directory, int(size * 1e9), checkpoint=checkpoint, device=target, output=output)
-        yield Streamer(workload, target, ring_bytes, _arena_bytes(workload))
+        host = own.enter_context(HostCache(2 * workload.compressed_bytes + _HOST_TABLES_BYTES))
+        yield Streamer(workload, target, ring_bytes, _arena_bytes(workload), host)
 
 
 def _arena_bytes(workload: Workload) -> int:

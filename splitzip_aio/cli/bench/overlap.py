@@ -35,7 +35,8 @@ class TierReport:
         slowest: name of the slowest stage.
         efficiency: time of the slowest stage over that of the whole; 1 where nothing is added to it.
         waited: what the last pass waited for.
-        buffered_bytes: what the last pass read through the page cache; the rest came past it, or from memory.
+        direct_bytes, buffered_bytes, host_bytes: what the last pass brought past the page cache, through it, and from
+            the host tier.
         fallbacks: each better way that could not be taken, and why.
     """
 
@@ -45,7 +46,9 @@ class TierReport:
     slowest: str
     efficiency: float
     waited: TimeStatistics
+    direct_bytes: int
     buffered_bytes: int
+    host_bytes: int
     fallbacks: tuple[str, ...]
 
 
@@ -116,7 +119,7 @@ def run_overlap(
         device=str(streamer.device),
         processor=processor(streamer.device),
         torch=torch.__version__,
-        layers=len({read.segments[0].tensor.rpartition(".")[0] for read in stages.reads}),
+        layers=stages.layers,
         raw_bytes=streamer.workload.raw_bytes,
         wire_bytes=stages.wire_bytes,
         tiers=tuple(reports),
@@ -148,7 +151,9 @@ def _time_tier(streamer: Streamer, stages: Stages, decodes: Iterator[float], tie
         slowest=slowest,
         efficiency=times[slowest].median_s / together.median_s,
         waited=last.time,
-        buffered_bytes=last.io.bytes_read - last.io.direct_bytes_read,
+        direct_bytes=last.direct_bytes,
+        buffered_bytes=last.buffered_bytes,
+        host_bytes=last.host_bytes,
         fallbacks=last.fallbacks,
     )
 
@@ -156,7 +161,6 @@ def _time_tier(streamer: Streamer, stages: Stages, decodes: Iterator[float], tie
 async def _probe(streamer: Streamer, tier: Tier) -> WakeUps:
     """Stream passes for some seconds, in this event loop, beside a task that naps."""
     streamer.ready(tier)
-    await streamer.stream(tier)
     late: list[float] = []
     streaming = True
 
@@ -167,9 +171,7 @@ async def _probe(streamer: Streamer, tier: Tier) -> WakeUps:
             late.append(time.perf_counter() - began - _NAP_S)
 
     napping = asyncio.create_task(nap())
-    began = time.perf_counter()
-    while time.perf_counter() < began + _PROBE_S:
-        await streamer.stream(tier)
+    await streamer.run_for(tier, _PROBE_S)
     streaming = False
     await napping
     median_s, p99_s = np.percentile(late, (50, 99)).tolist()

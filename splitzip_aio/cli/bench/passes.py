@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import enum
-import inspect
 import os
 import platform
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import anyio
 import torch
@@ -23,10 +20,11 @@ from splitzip_aio.cli.demo import Comparison
 from splitzip_aio.cli.streaming import Visit
 from splitzip_aio.codec import cpu
 from splitzip_aio.errors import CorruptDataError, SplitZipError
+from splitzip_aio.host_cache import HostCache
 from splitzip_aio.telemetry import TransportStatistics
 from splitzip_aio.timeline import Timeline
 
-__all__ = ["Pass", "Streamer", "Tier", "processor", "tiers_here"]
+__all__ = ["Pass", "Streamer", "Tier", "processor"]
 
 _ASKED_FOR = 3
 
@@ -37,12 +35,6 @@ class Tier(enum.Enum):
     DISK = "disk"
     PAGE_CACHE = "page cache"
     HOST = "host tier"
-
-
-def tiers_here() -> tuple[Tier, ...]:
-    """The tiers that this transport has."""
-    has_host_tier = "host_cache_bytes" in inspect.signature(splitzip_aio.open_transport).parameters
-    return tuple(Tier) if has_host_tier else (Tier.DISK, Tier.PAGE_CACHE)
 
 
 def processor(device: torch.device) -> str:
@@ -69,18 +61,20 @@ class Streamer:
         device: where to.
         ring_bytes: of the staging ring.
         arena_bytes: of the arena.
+        host: what the host tier keeps, from its first pass on.
     """
 
     workload: Workload
     device: torch.device
     ring_bytes: int
     arena_bytes: int
+    host: HostCache
 
     def ready(self, tier: Tier) -> None:
-        """Bring the packs to where ``tier`` says, but for the host tier, which a transport fills."""
+        """Bring the packs to where ``tier`` says, but for the host tier, which the pass that verifies fills."""
         if tier is Tier.DISK:
             drop_from_page_cache(self.workload.packs)
-        else:
+        elif tier is Tier.PAGE_CACHE:
             load_into_page_cache(self.workload.packs)
 
     def run(self, tier: Tier, *, timeline: Timeline | None = None, visit: Visit | None = None) -> Pass:
@@ -89,7 +83,7 @@ class Streamer:
         Raises:
             SplitZipError: streaming failed, or stored bytes are wrong.
         """
-        return anyio.run(partial(self.stream, tier, timeline=timeline, visit=visit))
+        return anyio.run(partial(self._stream, tier, timeline=timeline, visit=visit))
 
     def verify(self, tier: Tier) -> None:
         """One pass, each tensor compared with the source.
@@ -106,12 +100,18 @@ class Streamer:
                 f"{min(comparison.differing)!r} among them; no speed is reported"
             )
 
-    async def stream(self, tier: Tier, *, timeline: Timeline | None = None, visit: Visit | None = None) -> Pass:
-        """The same in a running event loop."""
-        async with self._host_tier(tier), self._open(tier, timeline=timeline) as transport:
+    async def run_for(self, tier: Tier, seconds: float) -> None:
+        """Pass after pass in the running event loop, for at least so long, with one transport."""
+        async with self._open(tier, timeline=None) as transport:
+            began = time.perf_counter()
+            while time.perf_counter() < began + seconds:
+                await self._pass(transport, None)
+
+    async def _stream(self, tier: Tier, *, timeline: Timeline | None, visit: Visit | None) -> Pass:
+        async with self._open(tier, timeline=timeline) as transport:
             return await self._pass(transport, visit)
 
-    async def _pass(self, transport: splitzip_aio.Transport, visit: Visit | None = None) -> Pass:
+    async def _pass(self, transport: splitzip_aio.Transport, visit: Visit | None) -> Pass:
         """Ask for each layer in order, and for the two after it, as a caller does who knows what comes next."""
         layers = transport.layers
         arrived = [anyio.Event() for _ in layers]
@@ -143,25 +143,12 @@ class Streamer:
             torch.cuda.synchronize(self.device)
         return Pass(time.perf_counter() - began, transport.statistics())
 
-    @asynccontextmanager
-    async def _host_tier(self, tier: Tier) -> AsyncIterator[None]:
-        """Have the host tier hold the packs, for as long as this lasts."""
-        if tier is not Tier.HOST:
-            yield
-            return
-        async with self._open(tier) as transport:
-            await self._pass(transport)
-            yield
-
-    def _open(self, tier: Tier, *, timeline: Timeline | None = None) -> Any:
-        options: dict[str, Any] = {}
-        if tier is Tier.HOST:
-            options["host_cache_bytes"] = 2 * self.workload.compressed_bytes
+    def _open(self, tier: Tier, *, timeline: Timeline | None) -> AbstractAsyncContextManager[splitzip_aio.Transport]:
         return splitzip_aio.open_transport(
             self.workload.cache,
             device=self.device,
             ring_bytes=self.ring_bytes,
             arena_bytes=self.arena_bytes,
+            host_cache=self.host if tier is Tier.HOST else None,
             timeline=timeline,
-            **options,
         )

@@ -52,6 +52,7 @@ class Stages:
         ring_bytes: of the staging ring.
 
     Attributes:
+        layers: how many the cache has.
         reads: all of them, in execution order.
         wire_bytes: bytes that they read.
     """
@@ -66,6 +67,7 @@ class Stages:
             ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=self._kind.table_bytes
         )
         plan = ExecutionPlan(entries, slot_bytes=self._payload_bytes, max_segments=self._kind.max_segments)
+        self.layers = len(plan.layers)
         self.reads: Sequence[PlannedRead] = [read for layer in plan.layers for read in plan.layer(layer).reads]
         self.wire_bytes = sum(read.nbytes for read in self.reads)
 
