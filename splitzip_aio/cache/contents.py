@@ -31,6 +31,7 @@ class BuildReport:
         raw_bytes: bytes of all tensors, tied ones each time.
         tied_bytes: how many of ``raw_bytes`` belong to tied tensors.
         compressed_bytes: size of the cache on disk, everything counted: packs with their padding, and the manifest.
+        encoded_bytes: what of it are the tensors themselves: segments with headers, indices and padding.
         schedules: tensors by schedule.
         seconds: from the start to the durable manifest.
     """
@@ -44,6 +45,7 @@ class BuildReport:
     raw_bytes: int
     tied_bytes: int
     compressed_bytes: int
+    encoded_bytes: int
     schedules: Mapping[str, int]
     seconds: float
 
@@ -51,6 +53,11 @@ class BuildReport:
     def ratio(self) -> float:
         """``compressed_bytes`` over ``raw_bytes``; 1 for a checkpoint without bytes."""
         return self.compressed_bytes / self.raw_bytes if self.raw_bytes else 1.0
+
+    @property
+    def encoded_ratio(self) -> float:
+        """``encoded_bytes`` over ``raw_bytes``: what a large model comes to, whose manifest weighs nothing."""
+        return self.encoded_bytes / self.raw_bytes if self.raw_bytes else 1.0
 
 
 class Contents:
@@ -114,6 +121,7 @@ class Contents:
             raw_bytes=raw_bytes,
             tied_bytes=raw_bytes - sum(distinct.values()),
             compressed_bytes=compressed_bytes,
+            encoded_bytes=sum(blob.bytes for blob in self._blobs),
             schedules=dict(schedules),
             seconds=seconds,
         )
