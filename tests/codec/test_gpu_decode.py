@@ -49,9 +49,14 @@ def test_formats_that_cannot_share_a_kernel_get_a_launch_each() -> None:
     assert [launch.fmt for launch in table.launches] == list(CODED)
 
 
-def test_top16_with_many_escapes_in_a_chunk() -> None:
-    """Some escapes in the tile before the last, and a last chunk of nothing but."""
+def test_top16_with_escapes_in_every_chunk() -> None:
+    """Few enough in a tile that each chunk finds its own."""
     data = np.concatenate((rare_exponents(BF16, TOP16_TILE_ELEMENTS, RNG), random_bits(BF16, 33, RNG)))
+    check([Source(data, BF16, TOP16)], device="cpu")
+
+
+def test_top16_with_more_escapes_than_lanes() -> None:
+    data = np.concatenate((rare_exponents(BF16, CHUNK_ELEMENTS, RNG), random_bits(BF16, 170, RNG)))
     check([Source(data, BF16, TOP16)], device="cpu")
 
 

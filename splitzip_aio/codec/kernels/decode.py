@@ -129,10 +129,19 @@ def escapes(low, high, t, tail, start, last_word, PTX: tl.constexpr):
 
 
 @triton.jit
+def escapes_before(place, escaped, start):
+    """The first of a tile's escapes, which begin at ``start``, that is not before ``place`` in it.
+
+    ``escaped`` (LANES,) are the places of the first, in order.
+    """
+    return start + tl.sum((escaped < place).to(tl.int32), 0).to(tl.uint32)
+
+
+@triton.jit
 def top16(place, codes, tail, begin, end, escapes, books, PTX: tl.constexpr):
     """Exponents of a chunk in the published layout: nibbles with the even element high, and a list of escapes.
 
-    ``place`` (L,) counts the lanes from the start of the tile, whose escapes are ``begin`` to ``end``, few as a rule.
+    ``place`` (L,) counts the lanes from the start of the tile; the chunk's escapes are among ``begin`` to ``end``.
     """
     nibbles = ((codes >> 4) & 0x0F0F0F0F) | ((codes & 0x0F0F0F0F) << 4)
     low, high = lookup(nibbles, books[0], 4, PTX)
@@ -214,16 +223,26 @@ def coded(
     start = tl.load(index + entry)
     end = tl.load(index + entry + 1)
     wrong = (entry == 0) & (start != 0)
+    begin = start
+    few = start == end
     if W0 == 0:
         wrong |= (end < start) | (end > escapes) | (((entry + 1) * TILE_CHUNKS >= chunks) & (end != escapes))
         start = tl.minimum(start, escapes)
         end = tl.minimum(tl.minimum(end, escapes), start + TILE_CHUNKS * CHUNK)
+        listed = start + lane.to(tl.uint32)
+        escaped = tl.load(tail.to(tl.pointer_type(tl.uint16)) + listed, mask=listed < end, other=0xFFFF).to(tl.int32)
+        few = end - start <= LANES  # else each chunk looks at all
+        in_tile = (chunk - entry * TILE_CHUNKS) * CHUNK
+        begin = escapes_before(in_tile, escaped, start)
     for k in range(chunk, full):
         ahead = tl.minimum(k + 1, full - 1)
         packed_ahead, s_ahead = fetch(segment, codes, lane + ahead * LANES, FORMAT, W0, PTX)
         if W0 == 0:
+            stop = escapes_before((k + 1) * CHUNK - entry * (TILE_CHUNKS * CHUNK), escaped, start)
             place = (lane + k * LANES) & (LANES * TILE_CHUNKS - 1)
-            e0, e1 = top16(place, packed, tail, start, end, escapes, books, PTX)
+            first = tl.where(few, begin, start)
+            e0, e1 = top16(place, packed, tail, first, tl.where(few, stop, end), escapes, books, PTX)
+            begin = stop
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
         sums = emit(sums, e0, e1, s, lane + k * LANES, segment, high, out, size, last_lane, FORMAT, False, CHECK, PTX)
@@ -235,7 +254,7 @@ def coded(
         packed = tl.where(at <= last_lane, packed, 0)
         if W0 == 0:
             place = (lane + full * LANES) & (LANES * TILE_CHUNKS - 1)
-            e0, e1 = top16(place, packed, tail, start, end, escapes, books, PTX)
+            e0, e1 = top16(place, packed, tail, tl.where(few, begin, start), end, escapes, books, PTX)
         else:
             e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
         sums = emit(sums, e0, e1, s, at, segment, high, out, size, last_lane, FORMAT, True, CHECK, PTX)
