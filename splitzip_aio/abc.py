@@ -35,7 +35,7 @@ StageTrace: TypeAlias = Callable[[Stage, float, float], None]
 
 @dataclass(frozen=True, slots=True)
 class DriverStatistics:
-    """A snapshot of what a :class:`ReadDriver` has done since it was opened.
+    """A snapshot of what a ``ReadDriver`` has done since it was opened.
 
     Attributes:
         name: ``"uring"`` or ``"threads"``.
@@ -44,7 +44,7 @@ class DriverStatistics:
         fixed_buffers: the slots are registered with the kernel, which then pins no pages per read.
         queue_depth: reads that the kernel (or the worker pool) is given at once, at most.
         fallbacks: for each better rung that could not be used, its name and the reason; empty if none.
-        reads: calls of :meth:`ReadDriver.read` that returned.
+        reads: calls of ``ReadDriver.read`` that returned.
         bytes_read: bytes those calls returned.
         direct_bytes_read: how many of ``bytes_read`` came past the page cache.
         short_reads: completions that brought less than was asked before the end of the file.
@@ -71,7 +71,7 @@ class DriverStatistics:
 
 
 class FileHandle(ABC):
-    """A file opened by a :class:`ReadDriver`, and readable by that driver only.
+    """A file opened by a ``ReadDriver``, and readable by that driver only.
 
     Attributes:
         path: the path it was opened by.
@@ -92,7 +92,7 @@ class FileHandle(ABC):
     @property
     @abstractmethod
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether ``close`` was called."""
 
     @abstractmethod
     def close(self) -> None:
@@ -102,8 +102,8 @@ class FileHandle(ABC):
 class ReadDriver(ABC):
     """Reads extents of files into fixed slots of memory, many at a time.
 
-    A driver belongs to the event loop of its first :meth:`read`. Make one with
-    :func:`splitzip_aio.drivers.open_driver`; it is an asynchronous context manager::
+    A driver belongs to the event loop of its first ``read``. Make one with
+    ``splitzip_aio.drivers.open_driver``; it is an asynchronous context manager::
 
         async with open_driver("auto", buffers=slots, queue_depth=16) as driver:
             file = driver.open("packs/00000.szp")
@@ -234,7 +234,7 @@ class Fence(Protocol):
 class Arena(ABC):
     """Memory on one device that layers are decoded into, in ranges of bytes.
 
-    An arena belongs to one transport, and to its event loop; only :meth:`upload` and :meth:`aclose` wait.
+    An arena belongs to one transport, and to its event loop; only ``upload`` and ``aclose`` wait.
 
     Attributes:
         max_segments: how many segments a slot may hold at most.
@@ -252,11 +252,11 @@ class Arena(ABC):
     @staticmethod
     @abstractmethod
     def table_bytes(payload_bytes: int) -> int:
-        """Bytes to keep free behind a payload of at most ``payload_bytes`` in each slot given to :meth:`upload`."""
+        """Bytes to keep free behind a payload of at most ``payload_bytes`` in each slot given to ``upload``."""
 
     @abstractmethod
     def fits(self, nbytes: int, *, freeing: Iterable[int] = ()) -> bool:
-        """Whether :meth:`allocate` would find ``nbytes`` bytes, were the ranges at these offsets freed before."""
+        """Whether ``allocate`` would find ``nbytes`` bytes, were the ranges at these offsets freed before."""
 
     @abstractmethod
     def allocate(self, nbytes: int) -> int | None:
@@ -283,9 +283,9 @@ class Arena(ABC):
         """Decode the segments of a slot into the arena and check them.
 
         Args:
-            memory: the slot; its first ``payload_bytes`` bytes were read, and :meth:`table_bytes` more may be written.
+            memory: the slot; its first ``payload_bytes`` bytes were read, and ``table_bytes`` more may be written.
             payload_bytes: how much of it was read.
-            segments: at least one, at most :attr:`max_segments`; their destinations are allocated.
+            segments: at least one, at most ``max_segments``; their destinations are allocated.
             drained: called once, as soon as the slot may be filled again, and before this returns or raises.
             trace: called with the times of each stage, in this task, before this returns; left out where it raises.
 

@@ -18,7 +18,7 @@ __all__ = ["FilledSlot", "Load"]
 class Load:
     """The reads of one layer, and how far they are.
 
-    A read is queued, then in flight from :meth:`take` to :meth:`settle`. The first error, or :meth:`cancel`, drops
+    A read is queued, then in flight from ``take`` to ``settle``. The first error, or ``cancel``, drops
     what is still queued; what is in flight is waited for, since it writes to slots and to the layer's range. Once
     nothing is queued or in flight, ``settled`` is called, once, and the range may be used or freed.
 

@@ -48,7 +48,7 @@ def page_lock(memory: memoryview) -> str | None:
 
 
 def page_unlock(memory: memoryview) -> None:
-    """Undo :func:`page_lock`; nothing may be copied to or from it any more."""
+    """Undo ``page_lock``; nothing may be copied to or from it any more."""
     import torch
 
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(_address(memory)))

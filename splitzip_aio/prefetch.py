@@ -65,12 +65,12 @@ class Prefetcher:
         self._wake.set()
 
     def close(self) -> None:
-        """End :meth:`run` once no submitted load has reads queued, and what is in flight was sent on."""
+        """End ``run`` once no submitted load has reads queued, and what is in flight was sent on."""
         self._closing = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Fill slots until :meth:`close`; then close the output."""
+        """Fill slots until ``close``; then close the output."""
         async with self._output, anyio.create_task_group() as group:
             while await self._wait_for_load():
                 with self._clock.slot_wait():

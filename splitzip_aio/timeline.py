@@ -53,7 +53,7 @@ class Slice:
 
 
 class Timeline:
-    """Records a transport when it is given to :func:`~splitzip_aio.open_transport`, and is looked at afterwards.
+    """Records a transport when it is given to ``splitzip_aio.open_transport``, and is looked at afterwards.
 
     ::
 

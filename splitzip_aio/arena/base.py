@@ -38,7 +38,7 @@ class BufferArena(Arena):
         return self._buffer
 
     def fits(self, nbytes: int, *, freeing: Iterable[int] = ()) -> bool:
-        """Whether :meth:`allocate` would find ``nbytes`` bytes, were the ranges at these offsets freed before."""
+        """Whether ``allocate`` would find ``nbytes`` bytes, were the ranges at these offsets freed before."""
         return self._ranges.fits(nbytes, freeing)
 
     def allocate(self, nbytes: int) -> int | None:

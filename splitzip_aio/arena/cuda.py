@@ -105,7 +105,7 @@ class CudaArena(BufferArena):
         drained: Callable[[], None],
         trace: StageTrace | None = None,
     ) -> Fence | None:
-        """Decode the segments of a slot into the arena and check them; see :meth:`splitzip_aio.abc.Arena.upload`."""
+        """Decode the segments of a slot into the arena and check them; see ``splitzip_aio.abc.Arena.upload``."""
         try:
             upload = self._begin(memory, payload_bytes, segments, timed=trace is not None)
             await self._reach(upload.copied, self._copies)

@@ -64,7 +64,7 @@ class HostArena(BufferArena):
         drained: Callable[[], None],
         trace: StageTrace | None = None,
     ) -> Fence | None:
-        """Decode the segments of a slot into the arena and check them; see :meth:`splitzip_aio.abc.Arena.upload`."""
+        """Decode the segments of a slot into the arena and check them; see ``splitzip_aio.abc.Arena.upload``."""
         batches = list(enumerate(_batches(segments)))
         waiting = iter(batches)
         shares: list[_Share] = []

@@ -35,7 +35,7 @@ class Ranges:
         return max((size for _, size in self._free), default=0)
 
     def fits(self, nbytes: int, freeing: Iterable[int] = ()) -> bool:
-        """Whether :meth:`take` would succeed after :meth:`give_back` of the offsets ``freeing``."""
+        """Whether ``take`` would succeed after ``give_back`` of the offsets ``freeing``."""
         size = _rounded(nbytes)
         holes = sorted([*self._free, *((offset, self._taken[offset]) for offset in freeing)])
         end = run = 0

@@ -54,7 +54,7 @@ def build_cache(
         pack_bytes: size at which another pack file is begun.
         device: what encodes: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"auto"``, a GPU where one can be used. The cache
             is the same.
-        layer_of: from a tensor's name to its layer's; by default :func:`splitzip_aio.cache.layer_name`.
+        layer_of: from a tensor's name to its layer's; by default ``splitzip_aio.cache.layer_name``.
         progress: called after each segment.
 
     Raises:

@@ -38,8 +38,8 @@ _COVERAGE_DIGITS = 6
 class SplitZipShardCacheBuilder:
     """Builds a cache tensor by tensor, in the order in which they will be used.
 
-    Nothing of it can be seen before :meth:`finish`. A failure to read or write, leaving the ``with`` block without
-    :meth:`finish`, or :meth:`abort` removes all that was made and keeps the cache that was there, if any. A refused
+    Nothing of it can be seen before ``finish``. A failure to read or write, leaving the ``with`` block without
+    ``finish``, or ``abort`` removes all that was made and keeps the cache that was there, if any. A refused
     argument changes nothing::
 
         with SplitZipShardCacheBuilder("cache/") as builder:
@@ -57,8 +57,8 @@ class SplitZipShardCacheBuilder:
         pack_bytes: size at which another pack is begun.
         device: what encodes: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or ``"auto"``, a GPU where one can be used. The cache
             is the same.
-        layer_of: from a tensor's name to its layer's; by default :func:`splitzip_aio.cache.layer_name`.
-        sources: the files that origins given to :meth:`add` refer to.
+        layer_of: from a tensor's name to its layer's; by default ``splitzip_aio.cache.layer_name``.
+        sources: the files that origins given to ``add`` refer to.
 
     Raises:
         CacheExistsError: ``out`` holds something that is no cache, or a cache and not ``force``.

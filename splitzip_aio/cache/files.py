@@ -54,7 +54,7 @@ def read_at(descriptor: int, out: memoryview, offset: int, path: Path) -> int:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``, bytes, from ``offset`` on. Raises OSError; see :func:`writing`."""
+    """Write all of ``data``, bytes, from ``offset`` on. Raises OSError; see ``writing``."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done : done + _MOST_PER_CALL], offset + done)
@@ -101,7 +101,7 @@ def replace_file(path: Path, data: bytes, scratch: Path) -> None:
 
 @contextlib.contextmanager
 def open_root(root: Path) -> Iterator[int]:
-    """A descriptor of a cache's directory, for :func:`open_beneath`. Raises CacheNotFoundError."""
+    """A descriptor of a cache's directory, for ``open_beneath``. Raises CacheNotFoundError."""
     try:
         descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

@@ -33,7 +33,7 @@ class _Plan(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """Appends records beneath ``root``, after those that :meth:`records` accepted. Close it."""
+    """Appends records beneath ``root``, after those that ``records`` accepted. Close it."""
 
     def __init__(self, root: Path, plan: str) -> None:
         self._path = root / JOURNAL_NAME

@@ -121,7 +121,7 @@ class SplitZipShardCache:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether ``close`` was called."""
         return self._closed
 
     def lookup(self, tensor: torch.Tensor) -> Entry | None:
@@ -149,7 +149,7 @@ class SplitZipShardCache:
     def alias_slice(
         self, tensor_or_key: torch.Tensor | str, shard_name: str, offset_bytes: int, size_bytes: int
     ) -> bool:
-        """Let :meth:`lookup_by_slice` find a tensor at one more place, now and in later openings of the cache.
+        """Let ``lookup_by_slice`` find a tensor at one more place, now and in later openings of the cache.
 
         Args:
             tensor_or_key: the tensor, found by content, or its content key.
@@ -168,7 +168,7 @@ class SplitZipShardCache:
         return self.alias_slices([(tensor_or_key, shard_name, offset_bytes, size_bytes)]) == 1
 
     def alias_slices(self, slices: Iterable[tuple[torch.Tensor | str, str, int, int]]) -> int:
-        """Add several slices, each as for :meth:`alias_slice`, with one write; return how many were added."""
+        """Add several slices, each as for ``alias_slice``, with one write; return how many were added."""
         wanted: dict[Slice, Entry] = {}
         for tensor_or_key, shard_name, offset_bytes, size_bytes in slices:
             key = tensor_or_key if isinstance(tensor_or_key, str) else content_key(*tensor_contents(tensor_or_key))
@@ -216,7 +216,7 @@ class SplitZipShardCache:
     def load_tensor(self, tensor: Entry | str) -> torch.Tensor:
         """A tensor on the CPU, decoded; a dtype that torch lacks comes as (nbytes,) uint8.
 
-        Raises as :meth:`load_bytes` does.
+        Raises as ``load_bytes`` does.
         """
         import torch
 
@@ -267,7 +267,7 @@ class SplitZipShardCache:
             raise SourceChangedError("\n".join(problems))
 
     def pack_path(self, pack: int) -> Path:
-        """Where a pack was when the cache was opened, for messages; :meth:`open_pack` is how to read it."""
+        """Where a pack was when the cache was opened, for messages; ``open_pack`` is how to read it."""
         return self._files.path(pack)
 
     def open_pack(self, pack: int, flags: int = 0) -> int:

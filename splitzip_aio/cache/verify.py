@@ -26,7 +26,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What :meth:`SplitZipShardCache.verify` found.
+    """What ``SplitZipShardCache.verify`` found.
 
     Attributes:
         tensors: tensors checked, damaged ones included.

@@ -29,7 +29,7 @@ _OWN_NAMES = frozenset({MANIFEST_NAME, PACK_DIRECTORY, LOCK_NAME, SCRATCH_NAME, 
 
 
 class Workspace:
-    """Exclusive use of ``root`` until :meth:`commit` or :meth:`rollback`, one of which must be called.
+    """Exclusive use of ``root`` until ``commit`` or ``rollback``, one of which must be called.
 
     Raises:
         CacheExistsError: there is something that is not a cache, or a cache and not ``force``.

@@ -16,7 +16,7 @@ from splitzip_aio.errors import InvalidArgumentError
 __all__ = ["MIN_CHECKPOINT_BYTES", "Weight", "header", "trained_weights", "write_checkpoint", "write_weights"]
 
 MIN_CHECKPOINT_BYTES = 64 << 10
-"""The smallest checkpoint that :func:`write_checkpoint` makes."""
+"""The smallest checkpoint that ``write_checkpoint`` makes."""
 
 _BLOCKS_AT_LEAST = 6
 _MAX_WIDTH = 4096

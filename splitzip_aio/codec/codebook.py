@@ -83,7 +83,7 @@ class SplitZipCodebook:
         return counts
 
     def for_schedule(self, schedule: Schedule) -> tuple[bytes, ...]:
-        """The codebook of each tier of ``schedule``, as :meth:`Schedule.codebooks` gives them; () when it stores."""
+        """The codebook of each tier of ``schedule``, as ``Schedule.codebooks`` gives them; () when it stores."""
         return schedule.codebooks(self.ranking, self.fmt)
 
     def to_json(self) -> str:
@@ -92,7 +92,7 @@ class SplitZipCodebook:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> SplitZipCodebook:
-        """Read what :meth:`to_json` wrote.
+        """Read what ``to_json`` wrote.
 
         Raises:
             InvalidArgumentError: the text is not such JSON, or a field is out of range.
@@ -108,7 +108,7 @@ class SplitZipCodebook:
 def calibrate_codebook(tensor: torch.Tensor) -> tuple[SplitZipCodebook, float]:
     """Measure a tensor's exponents: its codebook, and the share of its elements that the first 16 cover, in [0, 1].
 
-    ``tensor`` has any shape, strides and device; its dtype is one that :class:`SplitZipCodebook` names.
+    ``tensor`` has any shape, strides and device; its dtype is one that ``SplitZipCodebook`` names.
 
     Raises:
         UnsupportedError: elements of this dtype have no exponent to code, or the tensor is not dense.

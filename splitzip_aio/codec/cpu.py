@@ -1,6 +1,6 @@
 """The CPU codec in use: segments in and out, checked.
 
-Compiled code (:mod:`~splitzip_aio.codec.fast`) where numba can be imported, else the reference in plain numpy, which
+Compiled code (``splitzip_aio.codec.fast``) where numba can be imported, else the reference in plain numpy, which
 is some fifty times slower; both give the same bytes.
 """
 
@@ -91,7 +91,7 @@ def histogram(data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]:
 def encode_segment(data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]) -> Bytes:
     """Encode (elements * element_bytes,) bytes into one segment, (segment_bytes,).
 
-    ``codebooks`` are the tensor's, from :meth:`Schedule.codebooks`; empty for ``STORED``.
+    ``codebooks`` are the tensor's, from ``Schedule.codebooks``; empty for ``STORED``.
     """
     return _codec().encode_segment(data, fmt, schedule, codebooks)
 

@@ -112,7 +112,7 @@ def tensor_contents(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], NDArray
 
 
 def flat_contents(tensor: torch.Tensor, device: torch.device | str) -> tuple[str, tuple[int, ...], torch.Tensor]:
-    """:func:`tensor_contents` as a (nbytes,) uint8 tensor on ``device``."""
+    """``tensor_contents`` as a (nbytes,) uint8 tensor on ``device``."""
     import torch
 
     dtype, shape = _safetensors_dtype(tensor.dtype), tuple(tensor.shape)

@@ -2,7 +2,7 @@
 
 It has three parts, all little endian:
 
-* 256 u32 for each tensor: what there is to know of each exponent (:func:`exponent_entries`);
+* 256 u32 for each tensor: what there is to know of each exponent (``exponent_entries``);
 * descriptors, one a segment (``_DESCRIPTOR``);
 * tiles, one i32 a program: the index of its segment.
 

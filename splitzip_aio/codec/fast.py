@@ -54,7 +54,7 @@ class FastCodec:
     def encode_segment(
         self, data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]
     ) -> Bytes:
-        """What :func:`reference.encode_segment` returns, byte for byte."""
+        """What ``reference.encode_segment`` returns, byte for byte."""
         source, elements = _read_only(data), data.size // fmt.element_bytes
         longest = elements * (sum(schedule.widths[1:]) + schedule.escape_bits)
         places = schedule.layout(fmt, elements, longest)
@@ -167,7 +167,7 @@ def _encode_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """What exponents and selectors are looked up in: see :func:`~splitzip_aio.codec.fast_encode.encode_tiers`."""
+    """What exponents and selectors are looked up in: see ``splitzip_aio.codec.fast_encode.encode_tiers``."""
 
     selectors: Bytes
     tables: Bytes

@@ -209,7 +209,7 @@ def _select_as(
 def _select(
     plan: Any, codes: Any, tail: Any, cursors: Any, first: Any, count: Any, selectors: Any, places: Any, found: Any
 ) -> Any:
-    """:func:`_select_as` for the schedule, its widths constants where it is the one that most tensors get."""
+    """``_select_as`` for the schedule, its widths constants where it is the one that most tensors get."""
     width1 = plan.width1 if plan.depth > 1 else 0
     width2 = plan.width2 if plan.depth > 2 else 0
     width3 = plan.width3 if plan.depth > 3 else 0
@@ -229,7 +229,7 @@ def _code(base: Any, position: Any, width: Any) -> Any:
 def _select_portable(
     plan: Any, codes: Any, tail: Any, cursors: Any, first: Any, count: Any, selectors: Any, places: Any, found: Any
 ) -> Any:
-    """:func:`_select` with one element at a time, and selectors in bytes."""
+    """``_select`` with one element at a time, and selectors in bytes."""
     for element in range(count):
         store8(selectors, first + element, _code(codes, element * plan.width0, plan.width0))
     widths = (plan.width1, plan.width2, plan.width3)
@@ -366,7 +366,7 @@ def _write_escapes(segment: Any, plan: Any, block: Any, count: Any, exponents: A
 
 @entry
 def decode_top16(segment: Any, out: Any, scratch: Any, book: Any, plan: Any, portable: Any) -> Any:
-    """:func:`decode_tiers` for the published layout: 16 codes of 4 bits, and a list of places and exponents."""
+    """``decode_tiers`` for the published layout: 16 codes of 4 bits, and a list of places and exponents."""
     base, target, exponents = address(segment), address(out), address(scratch)
     selectors, total = exponents + _SELECTORS, np.uint64(0)
     tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS

@@ -1,4 +1,4 @@
-"""Encoding in machine code: the reverse of :mod:`~splitzip_aio.codec.fast_decode`, sixteen elements at a time.
+"""Encoding in machine code: the reverse of ``splitzip_aio.codec.fast_decode``, sixteen elements at a time.
 
 A block of chunks goes through these passes over scratch memory that stays in the first-level cache.
 
@@ -112,7 +112,7 @@ def _count_pairs(
 
 @compiled
 def _count_bf16(base: Any, pairs: Any, counts: Any) -> None:
-    """:func:`_count_pairs` with two pairs at a time: one bit extraction takes the exponents of four elements."""
+    """``_count_pairs`` with two pairs at a time: one bit extraction takes the exponents of four elements."""
     exponents, low = np.uint64(0x7F80_7F80_7F80_7F80), np.uint64(0xFFFF)
     for quad in range(pairs >> 1):
         both = extract(load64(base, 8 * quad), exponents)
@@ -295,7 +295,7 @@ def _append_tiers(plan: Any, nibbles: Any, exponents: Any, first: Any, count: An
 def _append_tiers_portable(
     plan: Any, selectors: Any, exponents: Any, first: Any, count: Any, tail: Any, position: Any
 ) -> Any:
-    """:func:`_append_tiers` with one element at a time."""
+    """``_append_tiers`` with one element at a time."""
     widths, base = (plan.width1, plan.width2, plan.width3), (_ONE << np.uint64(plan.width0)) - _ONE
     for tier in range(plan.depth - 1):
         sentinel = (_ONE << np.uint64(widths[tier])) - _ONE
@@ -325,10 +325,10 @@ def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any
     """Encode (elements * element_bytes,) bytes; return escapes, bits of the tail, the checksum's sum of words.
 
     ``segment`` has room for the longest tail and ``SLACK`` bytes; header and padding are left to the caller.
-    ``scratch`` is (SCRATCH_BYTES,), ``lookup`` (528,) gives exponents their selectors (see :func:`_look_up`). Row
+    ``scratch`` is (SCRATCH_BYTES,), ``lookup`` (528,) gives exponents their selectors (see ``_look_up``). Row
     ``2 * k`` of ``tables``, (8, 16), gives a selector's code in tier ``k``, the row after it the mask of its bits
     there; row 1, a mask that nobody needs, marks escapes. ``portable`` as in
-    :func:`~splitzip_aio.codec.fast_decode.decode_tiers`.
+    ``splitzip_aio.codec.fast_decode.decode_tiers``.
     """
     source, base, exponents = address(data), address(segment), address(scratch)
     selectors, nibbles, values = exponents + _SELECTORS, exponents + _CODES, exponents + _VALUES
@@ -365,7 +365,7 @@ def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any
 
 @entry
 def encode_top16(data: Any, segment: Any, scratch: Any, lookup: Any, escaped: Any, plan: Any, portable: Any) -> Any:
-    """:func:`encode_tiers` for the published layout; returns the number of escapes and the checksum's sum of words.
+    """``encode_tiers`` for the published layout; returns the number of escapes and the checksum's sum of words.
 
     Selectors are codes, and 16 for an escape. Places go to the tail, the exponents of escapes to ``escaped``,
     (elements,), whence the caller puts them behind.

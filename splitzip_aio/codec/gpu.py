@@ -67,7 +67,7 @@ class PendingDecode:
 class GpuSplitZipDecoder:
     """Decodes segments on a CUDA device, or in Triton's interpreter on the CPU.
 
-    It keeps the kernels it compiled and nothing else, and allocates nothing in :meth:`decode_slot`, so one serves
+    It keeps the kernels it compiled and nothing else, and allocates nothing in ``decode_slot``, so one serves
     every stream.
 
     Args:
@@ -92,11 +92,11 @@ class GpuSplitZipDecoder:
         """Decode every segment of ``slot`` to the destinations in its table, on the current stream.
 
         Nothing is allocated and the host does not wait. ``slot`` is (bytes,) uint8 on the device, aligned to 32 bytes,
-        and holds the segments and, from ``table_offset``, the table as :meth:`SlotTable.build` wrote it; a table serves
+        and holds the segments and, from ``table_offset``, the table as ``SlotTable.build`` wrote it; a table serves
         one decode, since checksums are added to it.
 
         Returns:
-            The part of ``slot`` with each segment's checksum, (segments,) int64, for :meth:`SlotTable.failures` once
+            The part of ``slot`` with each segment's checksum, (segments,) int64, for ``SlotTable.failures`` once
             the stream has got there.
         """
         if slot.data_ptr() % SEGMENT_ALIGN or slot.numel() >= 1 << 31:
@@ -131,14 +131,14 @@ class GpuSplitZipDecoder:
         *,
         stream: torch.cuda.Stream | None = None,
     ) -> PendingDecode:
-        """Decode one tensor's payload, as :func:`encode_torch` made it, into ``out``.
+        """Decode one tensor's payload, as ``encode_torch`` made it, into ``out``.
 
         ``payload`` is (compressed_bytes,) uint8 on the CPU, pinned if the copy is to be asynchronous; ``out`` is a
         contiguous device tensor of the meta's size in bytes, aligned to 16 bytes. Copy and decode go to ``stream``, by
         default the current one.
 
         Raises:
-            CorruptDataError: a segment's header is wrong. Wrong contents are found by :meth:`PendingDecode.check`.
+            CorruptDataError: a segment's header is wrong. Wrong contents are found by ``PendingDecode.check``.
             InvalidArgumentError: ``out`` or ``payload`` is not as described.
         """
         headers, sources = _parse(payload, meta)

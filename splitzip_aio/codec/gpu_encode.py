@@ -92,7 +92,7 @@ class GpuSplitZipEncoder:
     def encode_batch(
         self, tensors: Iterable[torch.Tensor], *, schedule: Schedule | str | Sequence[int] | None = None
     ) -> Iterator[tuple[torch.Tensor, PayloadMeta]]:
-        """:meth:`encode` each tensor, many small ones at once.
+        """``encode`` each tensor, many small ones at once.
 
         Device memory stays at 1 GiB for encoding, or four times the largest tensor, however many there are.
         """
@@ -102,9 +102,9 @@ class GpuSplitZipEncoder:
     def encode_on_device(
         self, tensors: Sequence[torch.Tensor], *, schedule: Schedule | str | Sequence[int] | None = None
     ) -> DevicePayloads:
-        """Encode tensors and leave the payloads on the device, for :meth:`DevicePayloads.to_host`.
+        """Encode tensors and leave the payloads on the device, for ``DevicePayloads.to_host``.
 
-        The host waits for the exponent counts, then goes on while the device encodes. Raises what :meth:`encode` does,
+        The host waits for the exponent counts, then goes on while the device encodes. Raises what ``encode`` does,
         and ``to_host`` the rest.
         """
         return next(self.encode_on_device_each([tensors], schedule=schedule))
@@ -115,7 +115,7 @@ class GpuSplitZipEncoder:
         *,
         schedule: Schedule | str | Sequence[int] | None = None,
     ) -> Iterator[DevicePayloads]:
-        """:meth:`encode_on_device` for each batch; the device counts the next one while the host plans this one."""
+        """``encode_on_device`` for each batch; the device counts the next one while the host plans this one."""
         wanted = None if schedule is None else Schedule.parse(schedule)
         started: _Started | None = None
         for batch in batches:

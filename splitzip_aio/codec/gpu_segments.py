@@ -197,10 +197,10 @@ class GpuSegmentEncoder:
         tiles: TileCounts | None = None,
         room: torch.Tensor | None = None,
     ) -> DeviceSegments:
-        """Encode every segment of ``contents``, each by its plan, made from what :meth:`count` found.
+        """Encode every segment of ``contents``, each by its plan, made from what ``count`` found.
 
-        The host does not wait for the device; :meth:`DeviceSegments.to_host` does. Without the ``tiles`` that counting
-        the same contents gave, elements are read twice; ``room`` is :meth:`room`'s, used once.
+        The host does not wait for the device; ``DeviceSegments.to_host`` does. Without the ``tiles`` that counting
+        the same contents gave, elements are read twice; ``room`` is ``room``'s, used once.
         """
         stretches = tuple(each.stretch for each in contents)
         table = EncodeTable.to_encode(stretches, plans)

@@ -1,7 +1,7 @@
 """The headers of all segments of a slot at once, as columns.
 
 A slot is on its way for a fraction of a millisecond, so its headers are checked together, with a fixed number of array
-operations whatever their number. What is right is :func:`parse_header`'s to say: as soon as one header fails a check
+operations whatever their number. What is right is ``parse_header``'s to say: as soon as one header fails a check
 here, it is given to that function, which raises the error that names it.
 """
 

@@ -33,7 +33,7 @@ def split(data: Bytes, fmt: ElementFormat) -> tuple[Bytes, Bytes, NDArray[np.uin
 
 
 def join(exponents: Bytes, low: Bytes, high: NDArray[np.uint16], fmt: ElementFormat) -> Bytes:
-    """Inverse of :func:`split`: (n * element_bytes,) bytes."""
+    """Inverse of ``split``: (n * element_bytes,) bytes."""
     residual = low.astype(np.uint32) | (high.astype(np.uint32) << fmt.low_bits)
     mantissa = residual & ((1 << fmt.mantissa_bits) - 1)
     signs = residual >> fmt.mantissa_bits
@@ -54,7 +54,7 @@ def histogram(data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]:
 def encode_segment(data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]) -> Bytes:
     """Encode (elements * element_bytes,) bytes into one segment, (segment_bytes,).
 
-    ``codebooks`` are the tensor's, from :meth:`Schedule.codebooks`; empty for ``STORED``.
+    ``codebooks`` are the tensor's, from ``Schedule.codebooks``; empty for ``STORED``.
     """
     if schedule.method is Method.STORED:
         return assemble(data, fmt, schedule, (), escapes=0, tail_bits=0, planes={"low": data})
@@ -145,7 +145,7 @@ def _encode_top16(exponents: Bytes, schedule: Schedule, codebooks: tuple[bytes, 
 
 
 def _swap_nibbles(plane: Bytes) -> Bytes:
-    """Published SplitZip puts the even element in the high nibble; :func:`pack_bits` puts it in the low one."""
+    """Published SplitZip puts the even element in the high nibble; ``pack_bits`` puts it in the low one."""
     return (plane << np.uint8(4)) | (plane >> np.uint8(4))
 
 

@@ -61,7 +61,7 @@ def plan_segments(
 ) -> SegmentPlan:
     """Plan a tensor from (segments, 256) exponent counts, as ``cpu.histogram`` gives them.
 
-    ``schedule`` defaults to the candidate with the fewest bytes (:func:`choose_schedule`). ``ranking``, (256,) counts,
+    ``schedule`` defaults to the candidate with the fewest bytes (``choose_schedule``). ``ranking``, (256,) counts,
     orders the codebooks; it defaults to the tensor's own, the sum of ``histograms``.
 
     Raises:

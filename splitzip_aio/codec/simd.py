@@ -1,12 +1,12 @@
 """The machine instructions numba has no names for, as functions that its kernels call.
 
-Memory is read and written as little-endian words at a byte offset from an address (:func:`address`), aligned or not.
-The caller proves that the word is inside, and keeps the array alive, as the arguments of an :func:`entry` are.
+Memory is read and written as little-endian words at a byte offset from an address (``address``), aligned or not.
+The caller proves that the word is inside, and keeps the array alive, as the arguments of an ``entry`` are.
 Addresses instead of arrays cost no reference counting between kernels, and one compilation serves all callers.
 Words are uint64, narrower ones zero-extended; addresses, offsets and counts are int64, and the two are kept apart
 because numba makes a float64 of their sum.
 
-``deposit``, ``extract`` and what is called ``translate`` are x86 instructions (:func:`has_bit_scatter`). LLVM ends the
+``deposit``, ``extract`` and what is called ``translate`` are x86 instructions (``has_bit_scatter``). LLVM ends the
 process when told to compile them for another CPU, so a kernel that names them must not be compiled there.
 """
 
@@ -81,7 +81,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def entry(function: Callable[..., Any]) -> Callable[..., Any]:
-    """:func:`compiled` for what Python calls: the machine code is kept on disk, where there is a place for it.
+    """``compiled`` for what Python calls: the machine code is kept on disk, where there is a place for it.
 
     numba would take code from there as long as the file of the entry itself is unchanged, also if what it is compiled
     together with has changed. So the stamp that it compares is replaced by one of all sources of the package's codec.
@@ -105,7 +105,7 @@ def _sources_digest() -> str:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """:func:`compiled`, and always merged into its callers, where constant arguments become part of the code."""
+    """``compiled``, and always merged into its callers, where constant arguments become part of the code."""
     dispatcher: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
     return dispatcher
 
@@ -324,7 +324,7 @@ def _words(value: int) -> Any:
 
 
 def _first_mixed(builder: Any, group: Any) -> Any:
-    """``m(q)`` of :mod:`~splitzip_aio.codec.checksum` for the words of the groups ``group`` and ``group + 1``."""
+    """``m(q)`` of ``splitzip_aio.codec.checksum`` for the words of the groups ``group`` and ``group + 1``."""
     first = _splat(builder, builder.trunc(group, _I32), _WORDS8)
     groups = builder.add(first, ir.Constant(_WORDS8, [0] * 4 + [1] * 4))
     return builder.add(builder.mul(groups, _words(KEY_STEP)), _words(KEY_OFFSET))
@@ -359,5 +359,5 @@ def sum_words(base: Any, start: Any, size: Any, group: Any, ahead: Any, written:
 
 @entry
 def sum_all_words(array: Any) -> Any:
-    """:func:`sum_words` of a whole (n,) array."""
+    """``sum_words`` of a whole (n,) array."""
     return sum_words(address(array), 0, array.size, 0, 1024, False)

@@ -1,6 +1,6 @@
 """Torch tensors to encoded payloads and back, on the CPU, without any file.
 
-A payload is the segments of one tensor, one after another; its :class:`PayloadMeta` says how to read them. A cache
+A payload is the segments of one tensor, one after another; its ``PayloadMeta`` says how to read them. A cache
 keeps the same segments in packs, and the same facts in its manifest.
 """
 
@@ -30,7 +30,7 @@ _JSON_FORMAT = 2
 
 
 class _Fields(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The JSON object of a :class:`PayloadMeta`."""
+    """The JSON object of a ``PayloadMeta``."""
 
     format: int
     dtype: str
@@ -97,14 +97,14 @@ class PayloadMeta:
         return self.compressed_bytes / self.raw_bytes if self.segments else 1.0
 
     def to_json(self) -> str:
-        """One line of JSON, for :meth:`from_json`."""
+        """One line of JSON, for ``from_json``."""
         codebook = msgspec.Raw(self.codebook.to_json() if self.codebook else "null")
         fields = _Fields(_JSON_FORMAT, self.dtype, self.shape, str(self.schedule), codebook, self.segments)
         return msgspec.json.encode(fields).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> PayloadMeta:
-        """Read what :meth:`to_json` wrote.
+        """Read what ``to_json`` wrote.
 
         Raises:
             InvalidArgumentError: the text is not such JSON, or no payload can have these fields.

@@ -67,10 +67,10 @@ class Engine(ABC):
 
 
 class CompletionDriver(ReadDriver):
-    """A driver made of an :class:`Engine`: one event loop, no background task.
+    """A driver made of an ``Engine``: one event loop, no background task.
 
     **Who reaps.** There is nothing to do for a driver while nobody waits for a read, so nobody else is
-    employed to do it. Of the tasks in :meth:`read`, one leads: it waits for the engine's descriptor, settles
+    employed to do it. Of the tasks in ``read``, one leads: it waits for the engine's descriptor, settles
     all completions, wakes whoever they belong to, and submits what was queued behind them. When its own read
     is done it hands the lead to one that still waits. A background task would need a task group, and hence an
     ``async with`` around the driver's whole life in one task; leading needs none.
@@ -129,7 +129,7 @@ class CompletionDriver(ReadDriver):
         return self._slots.views
 
     def open(self, path: str | os.PathLike[str], *, io: IOMode = "auto") -> FileHandle:
-        """Open a regular file for reading; see :meth:`ReadDriver.open`."""
+        """Open a regular file for reading; see ``ReadDriver.open``."""
         self._check_usable()
         file = open_file(path, io)
         # Bound to the set and the engine, not to the driver: an extent in flight must not keep the driver alive.
@@ -145,7 +145,7 @@ class CompletionDriver(ReadDriver):
     async def read(
         self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int, urgent: bool = False
     ) -> int:
-        """Read an extent of a file into a slot; see :meth:`ReadDriver.read`."""
+        """Read an extent of a file into a slot; see ``ReadDriver.read``."""
         self._check_usable()
         self._check_loop()
         opened = self._check_file(file)

@@ -37,7 +37,7 @@ class DirectSupport:
 
 
 class OpenFile(FileHandle):
-    """A descriptor that stays open until its last read is done, whenever :meth:`close` is called.
+    """A descriptor that stays open until its last read is done, whenever ``close`` is called.
 
     A short read is continued with the same descriptor. Were it closed in between, its number could by then
     be another file's; so reads pin the handle, and the last one to let go of a closed handle releases it.
@@ -63,7 +63,7 @@ class OpenFile(FileHandle):
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether ``close`` was called."""
         return self._closed
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class OpenFile(FileHandle):
 
 
 def open_file(path: str | os.PathLike[str], io: IOMode) -> OpenFile:
-    """Open ``path``, choosing direct or buffered reading as :meth:`ReadDriver.open` describes."""
+    """Open ``path``, choosing direct or buffered reading as ``ReadDriver.open`` describes."""
     if io not in MODES:
         raise InvalidArgumentError(f"io: expected one of {', '.join(MODES)}, found {io!r}")
     name = os.fspath(path)

@@ -80,12 +80,12 @@ class HostCache:
 
     @property
     def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """Whether ``close`` was called."""
         return self._closed
 
     @property
     def swept(self) -> bool:
-        """Whether nothing waits for :meth:`sweep`."""
+        """Whether nothing waits for ``sweep``."""
         return not self._doomed
 
     def find(self, key: Hashable, nbytes: int) -> HostHold | None:
@@ -253,7 +253,7 @@ class HostCache:
 
 
 class HostHold:
-    """A hold on an extent, which stays where it is until :meth:`release`.
+    """A hold on an extent, which stays where it is until ``release``.
 
     Attributes:
         on_release: called with the hold when it is released.
@@ -270,7 +270,7 @@ class HostHold:
 
     @property
     def memory(self) -> memoryview:
-        """The extent, and the room behind it, which belongs to whoever :meth:`claim` lets have it."""
+        """The extent, and the room behind it, which belongs to whoever ``claim`` lets have it."""
         assert self._entry.memory is not None
         return self._entry.memory
 
@@ -287,7 +287,7 @@ class HostHold:
         return self._cache._fill(self._entry, payload)
 
     def spoil(self) -> None:
-        """The extent turned out to be wrong: nobody is to find it again. May be called after :meth:`release`."""
+        """The extent turned out to be wrong: nobody is to find it again. May be called after ``release``."""
         self._cache._spoil(self._entry)
 
     def release(self) -> None:

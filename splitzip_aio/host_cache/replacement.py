@@ -82,7 +82,7 @@ class Replacement:
             limit_bytes: use no more room than this, if it is less than the capacity.
 
         Returns:
-            The keys that go for it; None if it is not kept. Until :meth:`settle` it takes the room of all of them.
+            The keys that go for it; None if it is not kept. Until ``settle`` it takes the room of all of them.
         """
         limit = self.capacity_bytes if limit_bytes is None else min(limit_bytes, self.capacity_bytes)
         victims = self._victims(key, self.used_bytes + nbytes - limit, idle)

@@ -40,7 +40,7 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        """Whether the tensors may have been overwritten: after :meth:`release`, or once the transport is closed."""
+        """Whether the tensors may have been overwritten: after ``release``, or once the transport is closed."""
         return self._released or self._occupant.state is OccupantState.GONE
 
     @property

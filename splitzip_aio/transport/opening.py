@@ -129,7 +129,7 @@ async def _in_thread(make: Callable[[], Parts]) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What :func:`open_transport` was asked for; ``host_cache`` is one that is shared, or the bytes of one's own."""
+    """What ``open_transport`` was asked for; ``host_cache`` is one that is shared, or the bytes of one's own."""
 
     ring_bytes: int
     arena_bytes: int

@@ -11,7 +11,7 @@ arrival, so a large one is not overtaken by small ones for ever; joining a layer
 no room and waits for nobody. What is held is never evicted; of the rest, the least recently used goes first, and only
 if that makes room.
 
-Once demands come as foreseen (see :mod:`splitzip_aio.forecast`), the layers that come next are loaded ahead, with
+Once demands come as foreseen (see ``splitzip_aio.forecast``), the layers that come next are loaded ahead, with
 nobody holding them: as far as there is room that nothing needs sooner, and no more bytes at a time than the ring holds.
 That never stands in a demand's way: a demand evicts what was read ahead, and if need be gives up what is still on its
 way.
@@ -113,7 +113,7 @@ class Residency:
         self._read_ahead = self._loaded = self._abandoned = self._failed = self._corrupt = self._evictions = 0
 
     def hold(self, name: str) -> Occupant:
-        """Hold a layer, asking for it if it is neither resident nor on its way. Each hold needs one :meth:`let_go`.
+        """Hold a layer, asking for it if it is neither resident nor on its way. Each hold needs one ``let_go``.
 
         Raises:
             UnknownLayerError: no layer of this name.

@@ -50,7 +50,7 @@ class Parts:
 
 
 class Transport:
-    """An open cache, its layers streamed into an arena on demand. Made by :func:`open_transport`.
+    """An open cache, its layers streamed into an arena on demand. Made by ``open_transport``.
 
     Any number of tasks of one event loop may use it at the same time.
     """

@@ -78,7 +78,7 @@ class Streamer:
             load_into_page_cache(self.workload.packs)
 
     def run(self, tier: Tier, *, timeline: Timeline | None = None, visit: Visit | None = None) -> Pass:
-        """One pass, after :meth:`ready`.
+        """One pass, after ``ready``.
 
         Raises:
             SplitZipError: streaming failed, or stored bytes are wrong.

@@ -190,7 +190,7 @@ class Stages:
                 yield time.perf_counter() - began
 
     def _slot(self, landed: _Landed, out: torch.Tensor) -> tuple[_Landed, tuple[torch.Tensor, SlotTable]]:
-        """The slot on the device, its table behind the payload as :class:`CudaArena` puts it."""
+        """The slot on the device, its table behind the payload as ``CudaArena`` puts it."""
         sources = [segment.source for segment in landed.read.segments]
         sizes = [segment.nbytes for segment in landed.read.segments]
         headers = SegmentHeaders.parse(landed.payload.data, sources, sizes, where=lambda place: f"segment {place}")

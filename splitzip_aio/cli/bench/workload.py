@@ -105,7 +105,7 @@ def _total(weights: Iterable[Weight]) -> int:
 
 
 def _is_made(path: Path, weights: list[Weight]) -> bool:
-    """Whether ``path`` is what :func:`write_weights` would make of ``weights``, as far as header and size tell."""
+    """Whether ``path`` is what ``write_weights`` would make of ``weights``, as far as header and size tell."""
     expected = header(weights)
     if not path.is_file() or path.stat().st_size != len(expected) + _total(weights):
         return False

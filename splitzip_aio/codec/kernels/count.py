@@ -191,7 +191,7 @@ def measure_tiles_kernel(
 ):
     """Write what tile ``program_id(0)`` takes in the tail, in bits, to its row of ``sizes``, (rows,) i32.
 
-    ``windows`` and ``bottoms`` are those of :func:`count_exponents_kernel`; a bottom of -1 has the elements read.
+    ``windows`` and ``bottoms`` are those of ``count_exponents_kernel``; a bottom of -1 has the elements read.
     """
     _, descriptor, tile, elements = assignment(base, descriptors, tiles)
     table = (base + tl.load(descriptor + ENTRIES)).to(tl.pointer_type(tl.uint32))

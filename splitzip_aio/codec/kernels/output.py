@@ -86,7 +86,7 @@ def emit4(sums, out, group, w0, w1, w2, w3, size, PARTIAL: tl.constexpr, CHECK: 
 
 @triton.jit
 def emit2(sums, out, half, w0, w1, size, PARTIAL: tl.constexpr, CHECK: tl.constexpr, PTX: tl.constexpr):
-    """:func:`emit4` for lanes that have half a group each."""
+    """``emit4`` for lanes that have half a group each."""
     left = size - 8 * half
     if PARTIAL:
         w0 = clip(w0, left, PTX)

@@ -56,7 +56,7 @@ class LiburingRing(Ring):
     def prepare_read(
         self, token: int, target: int, flags: int, address: int, nbytes: int, offset: int, buffer: int | None
     ) -> None:
-        """Write a read into the submission queue; see :meth:`Ring.prepare_read`."""
+        """Write a read into the submission queue; see ``Ring.prepare_read``."""
         vector = self._vectors[token]
         vector.point(address, nbytes)
         sqe = liburing.io_uring_get_sqe(self._ring)

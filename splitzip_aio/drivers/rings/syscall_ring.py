@@ -63,7 +63,7 @@ class SyscallRing(Ring):
     def prepare_read(
         self, token: int, target: int, flags: int, address: int, nbytes: int, offset: int, buffer: int | None
     ) -> None:
-        """Write a read into the submission queue; see :meth:`Ring.prepare_read`."""
+        """Write a read into the submission queue; see ``Ring.prepare_read``."""
         where = (self._tail & self._sq_mask) * kernel.SQE_BYTES
         if buffer is None:
             kernel.READ_ENTRY.pack_into(
