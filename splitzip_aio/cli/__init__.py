@@ -16,5 +16,5 @@ def main() -> None:
     except ModuleNotFoundError as exc:
         if exc.name not in _EXTRA:
             raise
-        sys.exit(f"splitzip-aio: the command line needs {exc.name}: pip install 'splitzip-aio[cli]'")
+        sys.exit(f"splitzip-aio: the command line needs {exc.name}, of the extra 'cli': pip install rich typer")
     app(prog_name="splitzip-aio")

@@ -113,7 +113,7 @@ def _triton() -> Check:
         "triton",
         "warn",
         "not installed; tensors are decoded on the CPU and copied",
-        "pip install 'splitzip-aio[gpu]'",
+        "pip install triton",
     )
 
 

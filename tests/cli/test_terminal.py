@@ -100,7 +100,8 @@ def test_without_the_extra_it_says_which(monkeypatch: pytest.MonkeyPatch, librar
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(SystemExit) as ending:
         main()
-    assert ending.value.code == f"splitzip-aio: the command line needs {library}: pip install 'splitzip-aio[cli]'"
+    wanted = f"splitzip-aio: the command line needs {library}, of the extra 'cli': pip install rich typer"
+    assert ending.value.code == wanted
 
 
 def test_interrupt_is_no_traceback(
