@@ -124,7 +124,7 @@ def lookup(nibbles, book, WIDTH: tl.constexpr, PTX: tl.constexpr):
 def expand(low, high, t, ranks, next_low, next_high, PTX: tl.constexpr):
     """``low:high`` with the compact bytes ``next_low:next_high`` put where ``t`` has a 1."""
     mask = t * 15
-    first = permute(next_low, low, (ranks & mask) | (0x76547654 & ~mask), PTX)
+    first = permute(next_low, low, (ranks & mask) | (0x76547654 & (mask ^ 0xFFFFFFFF)), PTX)
     moved = permute(next_low, next_high, ranks >> 16, PTX)
     return first, permute(moved, high, 0x7654 ^ ((t >> 16) << 2), PTX)
 

@@ -150,7 +150,7 @@ def top16(place, codes, tail, begin, end, escapes, books, PTX: tl.constexpr):
         value = tl.load(tail + 2 * escapes + k).to(tl.uint32)
         shift = (at & 3) * 8
         hit = place == (at >> 3).to(tl.int32)
-        keep = ~(tl.full((), 0xFF, tl.uint32) << shift)
+        keep = (tl.full((), 0xFF, tl.uint32) << shift) ^ 0xFFFFFFFF
         low = tl.where(hit & ((at & 4) == 0), (low & keep) | (value << shift), low)
         high = tl.where(hit & ((at & 4) != 0), (high & keep) | (value << shift), high)
     return low, high
@@ -238,7 +238,7 @@ def coded(
         ahead = tl.minimum(k + 1, full - 1)
         packed_ahead, s_ahead = fetch(segment, codes, lane + ahead * LANES, FORMAT, W0, PTX)
         if W0 == 0:
-            stop = escapes_before((k + 1) * CHUNK - entry * (TILE_CHUNKS * CHUNK), escaped, start)
+            stop = escapes_before((k + 1 - entry * TILE_CHUNKS) * CHUNK, escaped, start)
             place = (lane + k * LANES) & (LANES * TILE_CHUNKS - 1)
             first = tl.where(few, begin, start)
             e0, e1 = top16(place, packed, tail, first, tl.where(few, stop, end), escapes, books, PTX)

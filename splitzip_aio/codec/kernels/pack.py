@@ -45,7 +45,8 @@ def compress(x, t):
     x = x & keep
     for k in tl.static_range(3):
         chosen = ((moves >> k) & 0x11111111) * 15
-        x = (x & ~chosen) | ((x & chosen) >> (4 << k))
+        others = chosen ^ 0xFFFFFFFF
+        x = (x & others) | ((x & chosen) >> (4 << k))
         if k < 2:
-            moves = (moves & ~chosen) | ((moves & chosen) >> (4 << k))
+            moves = (moves & others) | ((moves & chosen) >> (4 << k))
     return x
