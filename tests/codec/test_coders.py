@@ -11,6 +11,7 @@ import torch
 from splitzip_aio.cache import SplitZipShardCacheBuilder, builder
 from splitzip_aio.codec.coders import CpuSegmentCoder, GpuSegmentCoder, SegmentCoder, open_coder
 from splitzip_aio.errors import InvalidArgumentError, UnsupportedError
+from tests.codec.interpreter import INTERPRETER_SINCE
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -27,7 +28,7 @@ def build(root: Path, tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 def test_both_coders_build_the_same_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tensors of one, several and no batches; a batch has two segments here."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion=None if torch.cuda.is_available() else INTERPRETER_SINCE)
     torch.manual_seed(0)
     tensors = {
         "a": torch.randn(5, 317).to(torch.bfloat16),

@@ -17,9 +17,10 @@ from splitzip_aio.codec.tensors import encode_torch
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError
 from tests.codec.data import CODED, FORMATS, random_bits, rare_exponents, weights
 from tests.codec.hostile import encode
+from tests.codec.interpreter import INTERPRETER_SINCE
 from tests.codec.slots import Source, check, decode_slot
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion=INTERPRETER_SINCE)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU")
 
 DEEPEST = Schedule.parse((1, 2, 1, 4))

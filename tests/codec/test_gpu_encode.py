@@ -27,8 +27,9 @@ from tests.codec.data import (
     words,
 )
 from tests.codec.encodings import SENTRY, Job, check
+from tests.codec.interpreter import INTERPRETER_SINCE
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", minversion=INTERPRETER_SINCE)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs these on the GPU")
 
 RNG = np.random.default_rng(5)
