@@ -124,6 +124,7 @@ def flat_contents(tensor: torch.Tensor, device: torch.device | str) -> tuple[str
         )
     if dtype == "F4":
         shape = (*shape[:-1], 2 * shape[-1])
+        tensor = tensor.view(torch.uint8)  # torch 2.8 cannot copy the dtype itself
     plain = tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()
     if not plain.numel():  # may have a stride that cannot be viewed
         return dtype, shape, torch.empty(0, dtype=torch.uint8, device=plain.device)

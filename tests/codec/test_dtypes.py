@@ -49,6 +49,8 @@ def any_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
+    if tensor.dtype == torch.float4_e2m1fn_x2:
+        tensor = tensor.view(torch.uint8)  # torch 2.8 cannot copy the dtype itself
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
