@@ -35,6 +35,7 @@ from splitzip_aio.errors import (
 if TYPE_CHECKING:
     from splitzip_aio.abc import Arena, ReadDriver
     from splitzip_aio.arena import CudaArena, HostArena
+    from splitzip_aio.blocking import BlockingLease, BlockingTransport
     from splitzip_aio.cache import BuildReport, SplitZipShardCache, SplitZipShardCacheBuilder, build_cache
     from splitzip_aio.codec import (
         GpuSplitZipDecoder,
@@ -56,6 +57,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Arena",
+    "BlockingLease",
+    "BlockingTransport",
     "BuildReport",
     "BusyError",
     "CacheBusyError",
@@ -104,6 +107,7 @@ __all__ = [
 _LAZY = {
     "abc": ("Arena", "ReadDriver"),
     "arena": ("CudaArena", "HostArena"),
+    "blocking": ("BlockingLease", "BlockingTransport"),
     "cache": ("BuildReport", "SplitZipShardCache", "SplitZipShardCacheBuilder", "build_cache"),
     "codec": (
         "GpuSplitZipDecoder",

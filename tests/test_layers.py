@@ -25,6 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"loading"}),
     frozenset({"dispatch", "prefetch"}),
     frozenset({"transport"}),
+    frozenset({"blocking"}),
     frozenset({"offload", "vmm_fast"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

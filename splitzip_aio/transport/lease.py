@@ -53,10 +53,18 @@ class Lease:
         self._check_held()
         return self._views
 
-    async def __aenter__(self) -> Self:
+    def wait(self) -> None:
+        """Make the current CUDA stream wait until the layer is decoded; the host does not. May be called in any thread.
+
+        Raises:
+            LeaseReleasedError: the lease was released, or the transport closed.
+        """
         self._check_held()
         for fence in self._occupant.placed.fences:
             fence.wait()
+
+    async def __aenter__(self) -> Self:
+        self.wait()
         return self
 
     async def __aexit__(
@@ -69,11 +77,21 @@ class Lease:
 
     def release(self) -> None:
         """Let the layer go, once the current stream's work so far is done. Idempotent; never waits."""
-        if not self._released:
-            self._released = True
-            self.__dict__.pop("_views", None)
-            self._residency.let_go(self._occupant, use=self._arena.fence())
+        self.begin_release()()
+
+    def begin_release(self) -> Callable[[], None]:
+        """The part of ``release`` that may be done in any thread; what is returned does the rest, in the event loop."""
+        if self._released:
+            return _nothing
+        self._released = True
+        self.__dict__.pop("_views", None)
+        use = self._arena.fence()
+
+        def finish() -> None:
+            self._residency.let_go(self._occupant, use=use)
             self._ended()
+
+        return finish
 
     def __del__(self) -> None:
         if not self.released:
@@ -102,3 +120,7 @@ class Lease:
     def _check_held(self) -> None:
         if self.released:
             raise LeaseReleasedError(f"the lease on layer {self.layer!r} is over; prefetch the layer again")
+
+
+def _nothing() -> None:
+    """What is left to do for a lease that was released before."""
