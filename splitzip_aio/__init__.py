@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         triton_available,
     )
     from splitzip_aio.drivers import open_driver
+    from splitzip_aio.drivers.faults import FaultKind, FaultSchedule, faulty_driver
     from splitzip_aio.host_cache import HostCache
     from splitzip_aio.timeline import Timeline
     from splitzip_aio.transport import Lease, Transport, open_transport
@@ -70,6 +71,8 @@ __all__ = [
     "CorruptDataError",
     "CudaArena",
     "DriverUnavailableError",
+    "FaultKind",
+    "FaultSchedule",
     "GpuSplitZipDecoder",
     "GpuSplitZipEncoder",
     "HostArena",
@@ -99,6 +102,7 @@ __all__ = [
     "calibrate_codebook",
     "decode_torch",
     "encode_torch",
+    "faulty_driver",
     "open_driver",
     "open_transport",
     "triton_available",
@@ -121,6 +125,7 @@ _LAZY = {
         "triton_available",
     ),
     "drivers": ("open_driver",),
+    "drivers.faults": ("FaultKind", "FaultSchedule", "faulty_driver"),
     "host_cache": ("HostCache",),
     "timeline": ("Timeline",),
     "transport": ("Lease", "Transport", "open_transport"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 from splitzip_aio.abc import ReadDriver
@@ -13,9 +13,11 @@ from splitzip_aio.drivers.operation import Slots
 from splitzip_aio.drivers.threads import ThreadsEngine
 from splitzip_aio.errors import DriverUnavailableError, InvalidArgumentError
 
-__all__ = ["DriverName", "open_driver"]
+__all__ = ["DriverFactory", "DriverName", "open_driver"]
 
 DriverName: TypeAlias = Literal["auto", "uring", "threads"]
+DriverFactory: TypeAlias = Callable[[Sequence[memoryview]], ReadDriver]
+"""Makes a driver of one's own that reads into the slots it is given; a transport takes one in place of a name."""
 
 MAX_QUEUE_DEPTH = 4096
 # With 16 in flight, as fast from the page cache as any size from 1 to 4 MiB and any depth to 64 (16 cores: 59 to
@@ -46,6 +48,26 @@ def open_driver(
         DriverUnavailableError: ``"uring"`` was asked for and cannot run here.
         InvalidArgumentError: an unknown name, no buffers or unsuitable ones, or a depth outside [1, 4096].
     """
+    return make_driver(driver, buffers, queue_depth)
+
+
+def make_driver(
+    driver: DriverName,
+    buffers: Sequence[memoryview],
+    queue_depth: int,
+    *,
+    registering: Callable[[], None] | None = None,
+    interpose: Callable[[Engine, Slots], Engine] | None = None,
+) -> ReadDriver:
+    """What ``open_driver`` does, with two places for faults to come in.
+
+    Args:
+        driver: as for ``open_driver``.
+        buffers: as for ``open_driver``.
+        queue_depth: as for ``open_driver``.
+        registering: called before the buffers are registered; an OSError that it raises is taken for the kernel's.
+        interpose: what to put between the driver and its engine.
+    """
     if driver not in {"auto", "uring", "threads"}:
         raise InvalidArgumentError(f"driver: expected auto, uring or threads, found {driver!r}")
     if not 1 <= queue_depth <= MAX_QUEUE_DEPTH:
@@ -54,27 +76,33 @@ def open_driver(
         raise InvalidArgumentError("buffers: a driver needs at least one")
     views = tuple(_bytes_view(buffer, index) for index, buffer in enumerate(buffers))
     slots = Slots(views, tuple(_address(view) for view in views))
-    engine, fallbacks = _make_engine(driver, slots, queue_depth)
+    engine, fallbacks = _make_engine(driver, slots, queue_depth, registering)
     for reason in fallbacks:
         logger.warning("%s driver: fell back, %s", engine.name, reason)
+    if interpose is not None:
+        engine = interpose(engine, slots)
     return CompletionDriver(engine, slots, queue_depth=queue_depth, chunk_bytes=CHUNK_BYTES, fallbacks=fallbacks)
 
 
-def _make_engine(driver: DriverName, slots: Slots, queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
+def _make_engine(
+    driver: DriverName, slots: Slots, queue_depth: int, registering: Callable[[], None] | None
+) -> tuple[Engine, tuple[str, ...]]:
     if driver == "threads":
         return ThreadsEngine(slots, queue_depth), ()
     try:
-        return _uring_engine(slots, queue_depth)
+        return _uring_engine(slots, queue_depth, registering)
     except DriverUnavailableError as exc:
         if driver == "uring":
             raise
         return ThreadsEngine(slots, queue_depth), (f"uring: {exc}",)
 
 
-def _uring_engine(slots: Slots, queue_depth: int) -> tuple[Engine, tuple[str, ...]]:
+def _uring_engine(
+    slots: Slots, queue_depth: int, registering: Callable[[], None] | None
+) -> tuple[Engine, tuple[str, ...]]:
     from splitzip_aio.drivers.uring import UringEngine
 
-    engine = UringEngine(slots, queue_depth)
+    engine = UringEngine(slots, queue_depth, registering=registering)
     logger.debug("uring driver: io_uring through %s (%s)", engine.binding, engine.binding_reason)
     return engine, tuple(engine.refusals)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,8 +31,9 @@ class UringEngine(Engine):
 
     name = "uring"
 
-    def __init__(self, slots: Slots, queue_depth: int) -> None:
+    def __init__(self, slots: Slots, queue_depth: int, *, registering: Callable[[], None] | None = None) -> None:
         self._slots = slots
+        self._registering = registering
         self._process = os.getpid()
         self._owned: dict[int, Extent] = {}
         self._free_tokens = list(range(queue_depth))
@@ -143,6 +144,8 @@ class UringEngine(Engine):
         """Have the slots pinned once instead of for every read; a refusal is recorded, not raised."""
         slots = self._slots
         try:
+            if self._registering is not None:
+                self._registering()
             self._ring.register_buffers(
                 [(address, len(view)) for address, view in zip(slots.addresses, slots.views, strict=True)]
             )

@@ -16,7 +16,7 @@ import torch
 from splitzip_aio.abc import Arena, IOMode, ReadDriver
 from splitzip_aio.arena import CudaArena, HostArena
 from splitzip_aio.cache import LayerRule, SplitZipShardCache
-from splitzip_aio.drivers import DriverName, open_driver
+from splitzip_aio.drivers import DriverFactory, DriverName, open_driver
 from splitzip_aio.errors import ClosedError, CorruptDataError, InvalidArgumentError, UnsupportedError
 from splitzip_aio.forecast import Forecast
 from splitzip_aio.host_cache import HostCache, HostTier
@@ -41,7 +41,7 @@ async def open_transport(
     arena_bytes: int | str = "2GiB",
     host_cache_bytes: int | str = 0,
     host_cache: HostCache | None = None,
-    driver: DriverName = "auto",
+    driver: DriverName | DriverFactory = "auto",
     io: IOMode = "auto",
     layer_of: LayerRule | None = None,
     order: Sequence[str] | None = None,
@@ -60,7 +60,8 @@ async def open_transport(
         arena_bytes: memory on the device for decoded layers, at most; never more than all layers need.
         host_cache_bytes: memory for compressed extents that are kept for later rounds, at most; page-locked for a GPU.
         host_cache: an open host cache to keep them in instead, which other transports may use as well; stays open.
-        driver: ``"uring"``, ``"threads"`` or ``"auto"``.
+        driver: ``"uring"``, ``"threads"`` or ``"auto"``; or a function that makes one for the slots it is given, such
+            as ``splitzip_aio.faulty_driver`` returns.
         io: how packs are read: ``"direct"`` past the page cache, ``"buffered"`` through it, or ``"auto"``: each extent
             from the page cache if it is there, and else past it.
         layer_of: from a tensor's name to its layer's; by default what the cache was built with.
@@ -134,7 +135,7 @@ class _Options:
     ring_bytes: int
     arena_bytes: int
     host_cache: HostCache | int
-    driver: DriverName
+    driver: DriverName | DriverFactory
     io: IOMode
     layer_of: LayerRule | None
     order: Sequence[str] | None
@@ -158,8 +159,13 @@ def _assemble(
         slots, payload_bytes = split_ring(
             options.ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=kind.table_bytes
         )
+        packs = [str(opened.pack_path(number)) for number in range(len(opened.manifest.packs))]
         plan = ExecutionPlan(
-            entries, slot_bytes=payload_bytes, max_segments=kind.max_segments, layer_of=options.layer_of
+            entries,
+            packs=packs,
+            slot_bytes=payload_bytes,
+            max_segments=kind.max_segments,
+            layer_of=options.layer_of,
         )
         forecast = Forecast(plan.layers, order=options.order)
         ring = resources.enter_context(
@@ -169,12 +175,12 @@ def _assemble(
         tier = _make_tier(options.host_cache, device, kind.table_bytes, resources)
         arena = _make_arena(device, min(options.arena_bytes, plan.nbytes), len(ring.slots[0].memory))
         resources.push_async_callback(arena.aclose)
-        reader = open_driver(options.driver, buffers=[slot.payload for slot in ring.slots])
+        buffers = [slot.payload for slot in ring.slots]
+        reader = options.driver(buffers) if callable(options.driver) else open_driver(options.driver, buffers=buffers)
         resources.push_async_exit(reader)
-        packs = tuple(str(opened.pack_path(number)) for number in range(len(opened.manifest.packs)))
         files = [_open_pack(opened, number, reader, options.io, resources) for number in range(len(packs))]
     fallbacks = (*fallbacks, *_fallbacks(ring, reader, files, options.io))
-    return Parts(plan, forecast, ring, reader, files, packs, arena, tier, options.timeline, fallbacks)
+    return Parts(plan, forecast, ring, reader, files, arena, tier, options.timeline, fallbacks)
 
 
 def _choose_host_cache(shared: HostCache | None, own_bytes: int) -> HostCache | int:
