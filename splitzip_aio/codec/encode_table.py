@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -60,15 +61,25 @@ def exponent_entries(schedule: Schedule, codebooks: tuple[bytes, ...]) -> NDArra
     The code in a tier that the exponent does not reach is zero. Top16 is like one tier whose escapes have code 0, and
     1 in the second.
     """
-    entries = schedule.tail_costs(codebooks) << 24
-    reaches = np.ones(256, bool)
-    for tier, book in enumerate(codebooks):
-        codes = np.full(256, len(book))
-        codes[list(book[::-1])] = np.arange(len(book) - 1, -1, -1)  # of equal entries the first counts
-        entries |= np.where(reaches, (codes & 15) << (4 * tier), 0)
-        reaches &= codes == len(book)
+    listed = np.frombuffer(b"".join(codebooks), np.uint8)
+    by_rank = _entries_by_rank(schedule)
+    entries = np.full(256, by_rank[listed.size])
+    entries[listed[::-1]] = by_rank[: listed.size][::-1]  # of equal exponents the first counts
+    return entries
+
+
+@lru_cache
+def _entries_by_rank(schedule: Schedule) -> NDArray[np.uint32]:
+    """The entry of each place in the codebooks laid end to end, then that of an escape."""
+    sizes = schedule.codebook_sizes
+    places = np.arange(sum(sizes) + 1)
+    starts = np.cumsum([0, *sizes])[:-1].tolist()
+    books = tuple(bytes(range(start, start + size)) for start, size in zip(starts, sizes, strict=True))
+    entries = schedule.tail_costs(books)[: places.size] << 24
+    for tier, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        entries |= np.where(places >= start, np.minimum(places - start, size) & 15, 0) << (4 * tier)
     if schedule.method is Method.TOP16:
-        entries |= reaches.astype(np.int64) << 4
+        entries[-1] |= 1 << 4
     return entries.astype(np.uint32)
 
 
@@ -95,14 +106,14 @@ class Stretch:
         return self.nbytes + self.segments * (HEADER_BYTES + SEGMENT_ALIGN)
 
     @property
-    def rows(self) -> int:
-        """How many tiles its segments have."""
-        return int((-(-self.decoded_bytes() // (TILE_ELEMENTS * self.fmt.element_bytes))).sum())
+    def last_bytes(self) -> int:
+        """Decoded bytes of its last segment."""
+        return self.nbytes - (self.segments - 1) * self.segment_bytes
 
     def decoded_bytes(self) -> NDArray[np.int64]:
         """(segments,) decoded bytes of each."""
         sizes = np.full(self.segments, self.segment_bytes)
-        sizes[-1:] = self.nbytes - (self.segments - 1) * self.segment_bytes
+        sizes[-1:] = self.last_bytes
         return sizes
 
 
@@ -116,97 +127,121 @@ class EncodeLaunch:
     tiles: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class EncodeTable:
-    """What is uploaded, (bytes,) uint8 with ``descriptors`` at that byte, and what the host needs to know of it.
+    """The parts of what is uploaded, in this order, and what the host needs to know of it.
 
-    ``segments`` counts segments, ``rows`` their tiles, of coded and stored segments alike.
+    ``segments`` are the descriptors; ``tiles`` has one array for each launch. ``rows`` counts the tiles of all
+    segments, of coded and stored ones alike.
     """
 
-    contents: NDArray[np.uint8]
-    descriptors: int
+    entries: tuple[NDArray[np.uint32], ...]
+    segments: NDArray[np.void]
+    tiles: tuple[NDArray[np.int32], ...]
     launches: tuple[EncodeLaunch, ...]
-    segments: int
     rows: int
 
     @classmethod
     def to_count(cls, stretches: Sequence[Stretch]) -> EncodeTable:
         """The table for counting exponents; ``RAW`` has none."""
-        descriptors = _describe(stretches)
+        segments, rows = _describe(stretches)
         kinds = [None if stretch.fmt == RAW else (stretch.fmt, None) for stretch in stretches]
-        return _assemble(descriptors, stretches, kinds, [])
+        tiles = _assign(segments, stretches, kinds)
+        return cls((), segments, tuple(tiles.values()), _launches(tiles, segments.nbytes), rows)
 
     @classmethod
-    def to_encode(cls, stretches: Sequence[Stretch], plans: Sequence[SegmentPlan]) -> EncodeTable:
-        """The table for encoding stretches, each by its plan."""
-        descriptors = _describe(stretches)
-        stop = destination = 0
+    def to_encode(
+        cls, stretches: Sequence[Stretch], plans: Sequence[SegmentPlan], counted: EncodeTable | None = None
+    ) -> EncodeTable:
+        """The table for encoding stretches, each by its plan; ``counted`` is what counted them, if they were."""
+        segments, rows = (counted.segments.copy(), counted.rows) if counted else _describe(stretches)
+        stop = 0
         for number, (stretch, plan) in enumerate(zip(stretches, plans, strict=True)):
             start, stop = stop, stop + stretch.segments
-            part = descriptors[start:stop]
-            _place(part, stretch, plan)
-            part["entries"] = number * _ENTRIES_BYTES
-            ends = np.cumsum(plan.segments)
-            part["destination"] = destination + ends - plan.segments
-            destination += int(ends[-1])
+            _place(segments[start:stop], stretch, plan)
+            segments["entries"][start:stop] = number * _ENTRIES_BYTES
+        sizes = np.array([size for plan in plans for size in plan.segments], np.int64)
+        segments["destination"] = np.cumsum(sizes) - sizes
         kinds = [_kind(stretch, plan.schedule) for stretch, plan in zip(stretches, plans, strict=True)]
         entries = [exponent_entries(plan.schedule, plan.codebooks) for plan in plans]
-        return _assemble(descriptors, stretches, kinds, entries)
+        groups = list(dict.fromkeys(kinds))
+        if counted and [fmt for fmt, _ in groups] == [launch.fmt for launch in counted.launches]:
+            tiles = dict(zip(groups, counted.tiles, strict=True))  # the same segments as were counted together
+        else:
+            tiles = _assign(segments, stretches, kinds)
+        start = len(entries) * _ENTRIES_BYTES + segments.nbytes
+        return cls(tuple(entries), segments, tuple(tiles.values()), _launches(tiles, start), rows)
+
+    @property
+    def descriptors(self) -> int:
+        """At which byte the descriptors start."""
+        return len(self.entries) * _ENTRIES_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.descriptors + self.segments.nbytes + sum(part.nbytes for part in self.tiles)
+
+    def write(self, out: NDArray[np.uint8]) -> None:
+        """Write the table to (nbytes,) uint8."""
+        np.concatenate([part.view(np.uint8) for part in (*self.entries, self.segments, *self.tiles)], out=out)
 
 
-def _describe(stretches: Sequence[Stretch]) -> NDArray[np.void]:
-    """Descriptors of all segments, with what is known from the start."""
-    descriptors = np.zeros(sum(stretch.segments for stretch in stretches), _DESCRIPTOR)
+def _describe(stretches: Sequence[Stretch]) -> tuple[NDArray[np.void], int]:
+    """Descriptors of all segments, with what is known from the start, and how many tiles they have."""
+    segments = np.zeros(sum(stretch.segments for stretch in stretches), _DESCRIPTOR)
     stop = 0
     for stretch in stretches:
         start, stop = stop, stop + stretch.segments
-        part = descriptors[start:stop]
-        part["source"] = stretch.address + np.arange(stretch.segments) * stretch.segment_bytes
-        part["elements"] = stretch.decoded_bytes() // stretch.fmt.element_bytes
-    rows = -(-descriptors["elements"] // TILE_ELEMENTS)
-    descriptors["row"] = np.cumsum(rows) - rows
-    return descriptors
+        part, first, size = segments[start:stop], stretch.address, stretch.segment_bytes
+        part["source"] = np.arange(first, first + stretch.nbytes, size)
+        part["elements"] = size // stretch.fmt.element_bytes
+        part["elements"][-1:] = stretch.last_bytes // stretch.fmt.element_bytes
+    tiles = -(-segments["elements"] // TILE_ELEMENTS)
+    ends = np.cumsum(tiles)
+    segments["row"] = ends - tiles
+    return segments, int(ends[-1])
 
 
 def _place(part: NDArray[np.void], stretch: Stretch, plan: SegmentPlan) -> None:
-    """Fill in what follows from a stretch's plan."""
-    tail_bits = np.array(plan.tail_bits, np.int64)
-    places = plan.schedule.layout(stretch.fmt, part["elements"].astype(np.int64), tail_bits)
-    for name in ("high", "codes", "index", "tail"):
-        part[name] = getattr(places, name)
-    part["tail_bits"] = tail_bits
+    """Fill in what follows from a stretch's plan; planes start at the same bytes in all segments but the last."""
+    for some, nbytes in ((part[:-1], stretch.segment_bytes), (part[-1:], stretch.last_bytes)):
+        places = plan.schedule.layout(stretch.fmt, nbytes // stretch.fmt.element_bytes, 0)
+        for name in ("high", "codes", "index", "tail"):
+            some[name] = getattr(places, name)
+        if plan.schedule == STORED:
+            some["elements"] = nbytes
+    part["tail_bits"] = plan.tail_bits
     part["escapes"] = plan.escapes
-    if plan.schedule == STORED:
-        part["elements"] = stretch.decoded_bytes()
 
 
-def _assemble(
-    descriptors: NDArray[np.void],
-    stretches: Sequence[Stretch],
-    kinds: Sequence[Kind | None],
-    entries: Sequence[NDArray[np.uint32]],
-) -> EncodeTable:
-    """Give the segments of each kind, but None, a launch, and put the parts of the table together."""
-    segments_of: dict[Kind, list[NDArray[np.int64]]] = {}
+def _assign(
+    segments: NDArray[np.void], stretches: Sequence[Stretch], kinds: Sequence[Kind | None]
+) -> dict[Kind, NDArray[np.int32]]:
+    """The tiles of each kind, but None, which are launched together; notes the first tile of each segment."""
+    members: dict[Kind, list[NDArray[np.int32]]] = {}
     stop = 0
     for stretch, kind in zip(stretches, kinds, strict=True):
         start, stop = stop, stop + stretch.segments
         if kind is not None:
-            segments_of.setdefault(kind, []).append(np.arange(start, stop))
-    parts = [np.empty(0, np.uint32), *entries]
-    place = len(entries) * _ENTRIES_BYTES + descriptors.nbytes
-    launches, tiles = [], []
-    for (fmt, schedule), members in segments_of.items():
-        segments = np.concatenate(members)
-        tile = _STORED_TILE_BYTES if schedule == STORED else TILE_ELEMENTS
-        counts = -(-descriptors["elements"][segments] // tile)
-        descriptors["first_tile"][segments] = np.cumsum(counts) - counts
-        tiles.append(np.repeat(segments.astype("<i4"), counts))
-        launches.append(EncodeLaunch(fmt, schedule, place, tiles[-1].size))
-        place += tiles[-1].nbytes
-    contents = np.concatenate([part.view(np.uint8) for part in (*parts, descriptors, *tiles)])
-    rows = sum(stretch.rows for stretch in stretches)
-    return EncodeTable(contents, len(entries) * _ENTRIES_BYTES, tuple(launches), len(descriptors), rows)
+            members.setdefault(kind, []).append(np.arange(start, stop, dtype=np.int32))
+    tiles = {}
+    for kind, groups in members.items():
+        numbers = np.concatenate(groups)
+        tile = _STORED_TILE_BYTES if kind[1] == STORED else TILE_ELEMENTS
+        counts = -(-segments["elements"][numbers] // tile)
+        segments["first_tile"][numbers] = np.cumsum(counts) - counts
+        tiles[kind] = np.repeat(numbers, counts)
+    return tiles
+
+
+def _launches(tiles: dict[Kind, NDArray[np.int32]], start: int) -> tuple[EncodeLaunch, ...]:
+    """A launch for each kind, whose tiles are one after another from byte ``start`` of the table on."""
+    launches = []
+    for (fmt, schedule), part in tiles.items():
+        launches.append(EncodeLaunch(fmt, schedule, start, part.size))
+        start += part.nbytes
+    return tuple(launches)
 
 
 def _kind(stretch: Stretch, schedule: Schedule) -> Kind:

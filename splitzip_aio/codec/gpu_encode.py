@@ -145,7 +145,7 @@ class GpuSplitZipEncoder:
                 plans.append(plan)
         if started.pending is None:
             return DevicePayloads(tuple(metas), None)
-        segments = self._segments.encode(started.contents, plans, started.pending.tiles, started.room)
+        segments = self._segments.encode(started.contents, plans, started.pending, started.room)
         return DevicePayloads(tuple(metas), segments)
 
 
@@ -171,8 +171,7 @@ def _contents(dtype: str, data: torch.Tensor) -> DeviceContents:
 def _plan(
     dtype: str, shape: tuple[int, ...], counts: NDArray[np.int64], schedule: Schedule | None
 ) -> tuple[PayloadMeta, SegmentPlan]:
-    fmt = element_format(dtype)
-    codebook = None if fmt == RAW else SplitZipCodebook.from_histogram(counts.sum(axis=0), fmt)
-    ranking = codebook.ranking if codebook else None
-    plan = plan_segments(fmt, counts, schedule=schedule, ranking=ranking)
+    fmt, total = element_format(dtype), counts.sum(axis=0)
+    codebook = None if fmt == RAW else SplitZipCodebook.from_histogram(total, fmt)
+    plan = plan_segments(fmt, counts, schedule=schedule, total=total)
     return PayloadMeta(dtype, shape, plan.schedule, codebook, plan.segments), plan

@@ -17,7 +17,7 @@ from splitzip_aio.codec.encode_table import WINDOW_EXPONENTS, EncodeLaunch, Enco
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.gpu import triton_available
 from splitzip_aio.codec.launch import KernelLauncher
-from splitzip_aio.codec.layout import HEADER_BYTES
+from splitzip_aio.codec.layout import HEADER_BYTES, align
 from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import MAX_DEPTH, STORED
 from splitzip_aio.codec.segments import SegmentPlan
@@ -65,16 +65,39 @@ class TileCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Zeroed memory, allocated at once, for one call of ``GpuSegmentEncoder.encode``.
+
+    ``found`` is what ``DeviceSegments`` describes; ``starts``, (rows + 1,) int64, are where tiles' tails start, and
+    ``sizes``, (rows,) int32, what they take.
+    """
+
+    found: torch.Tensor
+    starts: torch.Tensor
+    sizes: torch.Tensor
+
+    @classmethod
+    def of(cls, table: EncodeTable, device: torch.device) -> _Scratch:
+        """For the segments and rows of ``table``."""
+        rows = table.rows
+        parts = 2 * table.segments.size, align(rows + 1, 2), -(-rows // 2)  # each part at a multiple of 16 bytes
+        found, starts, sizes = torch.zeros(sum(parts), dtype=torch.int64, device=device).split(parts)
+        return cls(found, starts[: rows + 1], sizes.view(torch.int32)[:rows])
+
+
+@dataclass(frozen=True, slots=True)
 class PendingCounts:
     """Exponent counts on their way to the host, which may do other things until it asks for them.
 
-    ``ready`` is None in the interpreter, where all is done already.
+    ``ready`` is None in the interpreter, where all is done already. The rest is for ``GpuSegmentEncoder.encode``.
     """
 
-    tiles: TileCounts
     stretches: tuple[Stretch, ...]
     counts: torch.Tensor
     ready: torch.cuda.Event | None
+    table: EncodeTable
+    tiles: TileCounts
+    scratch: _Scratch
 
     def wait(self) -> list[NDArray[np.int64]]:
         """(segments, 256) counts of each of the contents, as ``cpu.histogram`` gives them."""
@@ -92,8 +115,8 @@ class PendingCounts:
 class DeviceSegments:
     """Encoded segments on the device, one after another, complete but for their headers, which are zero.
 
-    ``buffer`` is (bytes,) uint8; ``found`` (2, segments) int64 are the sums of the decoded bytes' checksums and the
-    bits of the tails as the device found them.
+    ``buffer`` is (bytes,) uint8; ``found`` (2 * segments,) int64 are first the sums of the decoded bytes' checksums,
+    then the bits of the tails as the device found them.
     """
 
     buffer: torch.Tensor
@@ -111,7 +134,7 @@ class DeviceSegments:
             SourceChangedError: someone wrote to the elements between counting and encoding.
         """
         out.copy_(self.buffer)
-        sums, tail_bits = self.found.cpu().numpy()
+        sums, tail_bits = self.found.cpu().numpy().reshape(2, -1)
         if tail_bits.tolist() != [bits for plan in self.plans for bits in plan.tail_bits]:
             raise SourceChangedError("a tensor changed while it was encoded; encode again once nothing writes to it")
         segments: NDArray[np.uint8] = out.numpy()
@@ -174,17 +197,18 @@ class GpuSegmentEncoder:
         """Start to count the exponents of every segment of ``contents``; they must not change until encoded."""
         stretches = tuple(each.stretch for each in contents)
         table = EncodeTable.to_count(stretches)
-        base = self._upload(table)
-        tiles = self._tile_counts(table)
-        counts = torch.zeros((table.segments, 256), dtype=torch.int32, device=self.device)
-        for launch in table.launches:
-            self._launch(self._count, launch, table, base, counts, tiles.windows, tiles.bottoms)
-        if self.device.type != "cuda":
-            return PendingCounts(tiles, stretches, counts, None)
-        found = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
-        return PendingCounts(tiles, stretches, found, ready)
+        with self._on_device():
+            base, tiles = self._upload(table), self._tile_counts(table)
+            counts = torch.zeros((table.segments.size, 256), dtype=torch.int32, device=self.device)
+            for launch in table.launches:
+                self._launch(self._count, launch, table, base, counts, tiles.windows, tiles.bottoms)
+            ready = None
+            if self.device.type == "cuda":
+                found = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+                counts = found.copy_(counts, non_blocking=True)
+                ready = torch.cuda.Event()
+                ready.record(torch.cuda.current_stream(self.device))
+            return PendingCounts(stretches, counts, ready, table, tiles, _Scratch.of(table, self.device))
 
     def room(self, contents: Sequence[DeviceContents]) -> torch.Tensor:
         """Zeroed memory for segments that are not larger than stored ones; best asked for while counts are pending."""
@@ -194,45 +218,50 @@ class GpuSegmentEncoder:
         self,
         contents: Sequence[DeviceContents],
         plans: Sequence[SegmentPlan],
-        tiles: TileCounts | None = None,
+        counted: PendingCounts | None = None,
         room: torch.Tensor | None = None,
     ) -> DeviceSegments:
         """Encode every segment of ``contents``, each by its plan, made from what ``count`` found.
 
-        The host does not wait for the device; ``DeviceSegments.to_host`` does. Without the ``tiles`` that counting
-        the same contents gave, elements are read twice; ``room`` is ``room``'s, used once.
+        The host does not wait for the device; ``DeviceSegments.to_host`` does. Without ``counted``, which ``count``
+        gave for the same contents, elements are read twice. It and ``room``, which is ``room``'s, are used once.
         """
         stretches = tuple(each.stretch for each in contents)
-        table = EncodeTable.to_encode(stretches, plans)
-        base = self._upload(table)
-        starts = self._starts(table, base, tiles or self._tile_counts(table))
+        table = EncodeTable.to_encode(stretches, plans, counted.table if counted else None)
         size = sum(sum(plan.segments) for plan in plans)
-        if room is None or room.numel() < size:
-            room = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        out = room[:size]
-        found = torch.zeros((2, table.segments), dtype=torch.int64, device=self.device)
-        for launch in table.launches:
-            if launch.schedule == STORED:
-                self._launch(self._copy, launch, table, base, out, found)
-            else:
-                options = {**_widths(launch), "PTX": self._ptx}
-                self._launch(self._encode, launch, table, base, starts, out, found, table.segments, **options)
-        return DeviceSegments(out, found, stretches, tuple(plans))
+        with self._on_device():
+            base = self._upload(table)
+            tiles = counted.tiles if counted else self._unknown_tile_counts(table)
+            scratch = counted.scratch if counted else _Scratch.of(table, self.device)
+            if room is None or room.numel() < size:
+                room = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            out = room[:size]
+            self._find_starts(table, base, tiles, scratch)
+            for launch in table.launches:
+                if launch.schedule == STORED:
+                    self._launch(self._copy, launch, table, base, out, scratch.found)
+                else:
+                    arguments = (scratch.starts, out, scratch.found, table.segments.size)
+                    self._launch(self._encode, launch, table, base, *arguments, **_widths(launch), PTX=self._ptx)
+        return DeviceSegments(out, scratch.found, stretches, tuple(plans))
 
-    def _starts(self, table: EncodeTable, base: torch.Tensor, tiles: TileCounts) -> torch.Tensor:
-        """(rows + 1,) int64: where the tail of each tile starts, in bits and counted through all segments."""
-        sizes = torch.zeros(table.rows, dtype=torch.int32, device=self.device)
-        starts = torch.zeros(table.rows + 1, dtype=torch.int64, device=self.device)
+    def _find_starts(self, table: EncodeTable, base: torch.Tensor, tiles: TileCounts, scratch: _Scratch) -> None:
+        """Find where the tail of each tile starts, in bits and counted through all segments."""
         for launch in table.launches:
             if launch.schedule != STORED:
-                self._launch(self._measure, launch, table, base, tiles.windows, tiles.bottoms, sizes)
-        torch.cumsum(sizes, 0, dtype=torch.int64, out=starts[1:])
-        return starts
+                self._launch(self._measure, launch, table, base, tiles.windows, tiles.bottoms, scratch.sizes)
+        torch.cumsum(scratch.sizes, 0, dtype=torch.int64, out=scratch.starts[1:])
 
     def _tile_counts(self, table: EncodeTable) -> TileCounts:
-        """Room for counts of tiles, none of which are known."""
+        """Room for counts of tiles."""
         windows = torch.empty((table.rows, WINDOW_EXPONENTS), dtype=torch.int16, device=self.device)
-        return TileCounts(windows, torch.full((table.rows,), -1, dtype=torch.int32, device=self.device))
+        return TileCounts(windows, torch.empty(table.rows, dtype=torch.int32, device=self.device))
+
+    def _unknown_tile_counts(self, table: EncodeTable) -> TileCounts:
+        """Counts of tiles, none of which are known."""
+        counts = self._tile_counts(table)
+        counts.bottoms.fill_(-1)
+        return counts
 
     def _launch(
         self, kernel: Any, launch: EncodeLaunch, table: EncodeTable, base: torch.Tensor, *args: Any, **constants: int
@@ -240,15 +269,14 @@ class GpuSegmentEncoder:
         bits = {} if kernel is self._copy else _bits(launch.fmt)
         options = {"maxnreg": _REGISTERS} if self._ptx else {}
         arguments = (base, table.descriptors, launch.first, *args)
-        with self._on_device():
-            self._launcher.launch(kernel, launch.tiles, arguments, {**bits, **constants}, **options)
+        self._launcher.launch(kernel, launch.tiles, arguments, {**bits, **constants}, **options)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _upload(self, table: EncodeTable) -> torch.Tensor:
-        host = torch.empty(table.contents.size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        host.numpy()[:] = table.contents
+        host = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        table.write(host.numpy())
         return host.to(self.device, non_blocking=True)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import BF16, ElementFormat
-from splitzip_aio.codec.layout import TILE_ELEMENTS, Layout, Size
+from splitzip_aio.codec.layout import SEGMENT_ALIGN, TAIL_SLACK, TILE_ELEMENTS, Layout, Size, align
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = [
@@ -29,10 +29,12 @@ __all__ = [
     "MAX_WIDTH",
     "STORED",
     "TOP16",
+    "CodingCosts",
     "Method",
     "Schedule",
+    "candidates",
     "choose_schedule",
-    "count_bits",
+    "coding_costs",
     "encoded_bytes",
 ]
 
@@ -121,6 +123,10 @@ class Schedule:
             tail_bits=tail_bits,
         )
 
+    def fixed_bytes(self, fmt: ElementFormat, elements: int) -> int:
+        """Bytes of a segment but for its tail's words and the padding at its end; few calls have other arguments."""
+        return _fixed_bytes(self, fmt, elements)
+
     def tail_costs(self, codebooks: tuple[bytes, ...]) -> NDArray[np.int64]:
         """(256,) bits that each exponent takes in the tail: those of every tier it reaches after the first."""
         if self.method is Method.STORED:
@@ -149,6 +155,11 @@ class Schedule:
         return 24 if self.method is Method.TOP16 else 8
 
 
+@lru_cache(maxsize=1024)
+def _fixed_bytes(schedule: Schedule, fmt: ElementFormat, elements: int) -> int:
+    return schedule.layout(fmt, elements, 0).tail + (0 if schedule.method is Method.STORED else TAIL_SLACK)
+
+
 STORED = Schedule(Method.STORED)
 TOP16 = Schedule(Method.TOP16)
 CANDIDATES = (STORED, TOP16, *(Schedule(Method.TIERS, widths) for widths in ((4,), (3,), (2, 3), (2, 2, 3))))
@@ -160,6 +171,51 @@ def encoded_bytes(
     """Exact size of the segment whose exponents have these (256,) counts, header and padding included."""
     tail_bits = int(histogram @ schedule.tail_costs(codebooks))
     return schedule.layout(fmt, int(histogram.sum()), tail_bits).segment_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CodingCosts:
+    """What each of some schedules makes of each segment of a tensor: (segments, schedules) arrays.
+
+    ``segment_bytes`` are exact encoded sizes, headers, indices and padding counted; ``tail_bits`` and ``escapes`` are
+    what the headers will state.
+    """
+
+    schedules: tuple[Schedule, ...]
+    segment_bytes: NDArray[np.int64]
+    tail_bits: NDArray[np.int64]
+    escapes: NDArray[np.int64]
+
+    @property
+    def cheapest(self) -> int:
+        """Index of the schedule with the fewest bytes for all segments, of equals the first."""
+        return int(self.segment_bytes.sum(axis=0).argmin())
+
+
+def coding_costs(
+    schedules: tuple[Schedule, ...],
+    fmt: ElementFormat,
+    counts: NDArray[np.int64],
+    *,
+    total: NDArray[np.int64],
+    ranking: NDArray[np.int64],
+) -> CodingCosts:
+    """Costs of segments with these (segments, 256) exponent counts, whose sum is ``total``.
+
+    ``ranking``, (256,) counts, orders the codebooks. All follows from one product of the counts, in order of rank and
+    without exponents that do not occur, by what each rank costs; in float64, which is exact below 2**53.
+    """
+    order = np.argsort(-ranking, kind="stable")
+    ranks = np.flatnonzero(total[order])
+    occurring = int(ranks[-1]) + 1 if ranks.size else 0
+    by_rank = counts[:, order[:occurring]].astype(np.float64)
+    sums = (by_rank @ _costs_by_rank(schedules)[:occurring]).astype(np.int64)
+    number = len(schedules)
+    tail_bits, escapes, elements = sums[:, :number], sums[:, number:-1], sums[:, -1]
+    distinct, which = np.unique(elements, return_inverse=True)  # all segments but the last have the same number
+    fixed = [[each.fixed_bytes(fmt, count) for each in schedules] for count in distinct.tolist()]
+    ends = np.array(fixed, np.int64).reshape(-1, number)[which] + ((tail_bits + 31) >> 5 << 2)
+    return CodingCosts(schedules, align(ends, SEGMENT_ALIGN), tail_bits, escapes)
 
 
 def choose_schedule(
@@ -174,29 +230,26 @@ def choose_schedule(
     counts, by default the sum of the histograms. Of equal sizes the simplest wins, in the order of ``CANDIDATES``.
     """
     counts = np.asarray(histograms, np.int64).reshape(-1, 256)
-    ranks = counts.sum(axis=0) if ranking is None else ranking
-    candidates = tuple(candidate for candidate in CANDIDATES if candidate.applies_to(fmt))
-    costs = np.empty((256, len(candidates)))
-    costs[np.argsort(-ranks, kind="stable")] = _costs_by_rank(candidates)
-    tails = count_bits(counts, costs)
-    elements = counts.sum(axis=1)
-    sizes = [
-        int(candidate.layout(fmt, elements, tail_bits).segment_bytes.sum())
-        for candidate, tail_bits in zip(candidates, tails.T, strict=True)
-    ]
-    return candidates[sizes.index(min(sizes))]
-
-
-def count_bits(histograms: NDArray[np.int64], costs: NDArray[np.float64]) -> NDArray[np.int64]:
-    """(segments, n) sums over (segments, 256) exponents of their counts times their (256, n) costs.
-
-    A product of float64, which is exact below 2**53, is several times faster than one of integers.
-    """
-    return (histograms.astype(np.float64) @ costs).astype(np.int64)
+    total = counts.sum(axis=0)
+    ranks = total if ranking is None else ranking
+    costs = coding_costs(candidates(fmt), fmt, counts, total=total, ranking=ranks)
+    return costs.schedules[costs.cheapest]
 
 
 @lru_cache
-def _costs_by_rank(candidates: tuple[Schedule, ...]) -> NDArray[np.float64]:
-    """(256, candidates) tail bits of the most frequent exponent, the next, and so on."""
+def candidates(fmt: ElementFormat) -> tuple[Schedule, ...]:
+    """Those of ``CANDIDATES`` that can code this format."""
+    return tuple(candidate for candidate in CANDIDATES if candidate.applies_to(fmt))
+
+
+@lru_cache
+def _costs_by_rank(schedules: tuple[Schedule, ...]) -> NDArray[np.float64]:
+    """(256, n) costs of the most frequent exponent, the next, and so on.
+
+    Of each schedule the bits in the tail, then of each whether it is an escape, then 1, which counts elements.
+    """
     falling = np.arange(256, 0, -1)
-    return np.stack([each.tail_costs(each.codebooks(falling, BF16)) for each in candidates], axis=1).astype(np.float64)
+    tails = [each.tail_costs(each.codebooks(falling, BF16)) for each in schedules]
+    coded = [256 if each.method is Method.STORED else sum(each.codebook_sizes) for each in schedules]
+    escaped = [np.arange(256) >= limit for limit in coded]
+    return np.stack([*tails, *escaped, np.ones(256)], axis=1).astype(np.float64)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
-from splitzip_aio.codec.schedule import Method, Schedule, choose_schedule, count_bits
+from splitzip_aio.codec.schedule import Schedule, candidates, coding_costs
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = ["SegmentPlan", "decoded_segment_bytes", "plan_segments", "segment_spans"]
@@ -58,11 +58,13 @@ def plan_segments(
     *,
     schedule: Schedule | None = None,
     ranking: NDArray[np.int64] | None = None,
+    total: NDArray[np.int64] | None = None,
 ) -> SegmentPlan:
     """Plan a tensor from (segments, 256) exponent counts, as ``cpu.histogram`` gives them.
 
     ``schedule`` defaults to the candidate with the fewest bytes (``choose_schedule``). ``ranking``, (256,) counts,
-    orders the codebooks; it defaults to the tensor's own, the sum of ``histograms``.
+    orders the codebooks; it defaults to the tensor's own, the sum of ``histograms``, which is ``total`` where the
+    caller knows it.
 
     Raises:
         InvalidArgumentError: ``schedule`` cannot code ``fmt``.
@@ -70,13 +72,14 @@ def plan_segments(
     if schedule is not None and not schedule.applies_to(fmt):
         raise InvalidArgumentError(f"schedule {schedule} cannot code {fmt.name} elements; they can be 'stored'")
     counts = np.asarray(histograms, np.int64).reshape(-1, 256)
+    if total is None:
+        total = counts.sum(axis=0)
     if ranking is None:
-        ranking = counts.sum(axis=0)
-    chosen = schedule or choose_schedule(fmt, counts, ranking=ranking)
-    codebooks = chosen.codebooks(ranking, fmt)
-    escaped = np.full(256, chosen.method is not Method.STORED)
-    escaped[list(b"".join(codebooks))] = False
-    costs = np.stack([chosen.tail_costs(codebooks), escaped], axis=1).astype(np.float64)
-    tail_bits, escapes = count_bits(counts, costs).T
-    sizes = chosen.layout(fmt, counts.sum(axis=1), tail_bits).segment_bytes
-    return SegmentPlan(chosen, codebooks, tuple(sizes.tolist()), tuple(tail_bits.tolist()), tuple(escapes.tolist()))
+        ranking = total
+    schedules = candidates(fmt) if schedule is None else (schedule,)
+    costs = coding_costs(schedules, fmt, counts, total=total, ranking=ranking)
+    place = costs.cheapest
+    chosen = schedules[place]
+    found = (costs.segment_bytes, costs.tail_bits, costs.escapes)
+    sizes, tail_bits, escapes = (tuple(each[:, place].tolist()) for each in found)
+    return SegmentPlan(chosen, chosen.codebooks(ranking, fmt), sizes, tail_bits, escapes)

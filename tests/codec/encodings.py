@@ -55,7 +55,7 @@ def check(jobs: Sequence[Job], *, device: str, look_twice: bool = False) -> list
         plans.append(job.plan(counts))
     size = sum(sum(plan.segments) for plan in plans)
     room = torch.zeros(size + SENTRY, dtype=torch.uint8, device=device)
-    encoded = encoder.encode(contents, plans, None if look_twice else pending.tiles, room)
+    encoded = encoder.encode(contents, plans, None if look_twice else pending, room)
     out = torch.full((size,), 0xA5, dtype=torch.uint8)
     encoded.to_host(out)
     stop = 0

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from splitzip_aio.codec import cpu
 from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
 from splitzip_aio.codec.layout import MAX_SEGMENT_ELEMENTS, SEGMENT_ELEMENTS
+from splitzip_aio.codec.payload import parse_header
 from splitzip_aio.codec.schedule import STORED, TOP16, Schedule, choose_schedule
 from splitzip_aio.codec.segments import plan_segments, segment_spans
 from splitzip_aio.errors import InvalidArgumentError
-from tests.codec.data import FORMATS, Bytes, elements, random_bits, schedules
+from tests.codec.data import FORMATS, Bytes, elements, random_bits, schedules, weights
 
 ANY_PARTS = st.sampled_from(FORMATS).flatmap(
     lambda fmt: st.tuples(st.just(fmt), st.lists(elements(fmt), min_size=1, max_size=3))
@@ -58,8 +59,15 @@ def test_a_forced_plan_comes_true(case: tuple[ElementFormat, list[Bytes]], draw:
     plan = plan_segments(fmt, [cpu.histogram(part, fmt) for part in parts], schedule=schedule, ranking=ranking)
     assert plan.schedule == schedule
     assert plan.codebooks == schedule.codebooks(ranking, fmt)
-    sizes = [cpu.encode_segment(part, fmt, schedule, plan.codebooks).size for part in parts]
-    assert list(plan.segments) == sizes
+    segments = [cpu.encode_segment(part, fmt, schedule, plan.codebooks) for part in parts]
+    headers = [parse_header(segment.data, where="segment") for segment in segments]
+    assert list(plan.segments) == [segment.size for segment in segments]
+    assert [*zip(plan.tail_bits, plan.escapes, strict=True)] == [(each.tail_bits, each.escapes) for each in headers]
+
+
+def test_a_known_total_changes_nothing() -> None:
+    histograms = [cpu.histogram(weights(BF16, count, np.random.default_rng(4)), BF16) for count in (5000, 70)]
+    assert plan_segments(BF16, histograms, total=sum(histograms)) == plan_segments(BF16, histograms)
 
 
 def test_a_poor_ranking_changes_the_choice() -> None:
