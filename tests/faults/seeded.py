@@ -45,12 +45,13 @@ class Tally:
         return rows + [f"{count:8d}  layer: {outcome}" for outcome, count in sorted(self.outcomes.items())]
 
 
-def make_sample(directory: Path) -> Sample:
+def make_sample(directory: Path, *, schedule: str | None = None) -> Sample:
     """Ten layers of equal size in two packs, and an eleventh that repeats one."""
     tensors = ten_layers()
     checkpoint = write_checkpoint(directory / "model.safetensors", tensors)
-    build_cache(checkpoint, directory / "cache", segment_elements=2048, pack_bytes=200_000)
-    return Sample(directory / "cache", tensors)
+    out = directory / f"cache-{schedule}"
+    build_cache(checkpoint, out, segment_elements=2048, pack_bytes=200_000, schedule=schedule)
+    return Sample(out, tensors)
 
 
 def run(sample: Sample, driver: DriverName, seed: int, tally: Tally) -> None:

@@ -3,56 +3,42 @@
 from __future__ import annotations
 
 import logging
-import mmap
-from collections.abc import Iterator
 from pathlib import Path
 
-import anyio
 import pytest
 
-from splitzip_aio.drivers import DriverName, open_driver
+from splitzip_aio.drivers import DriverName
 from splitzip_aio.drivers.faults import FaultKind
 from splitzip_aio.drivers.files import direct_support
+from splitzip_aio.drivers.rings import open_ring
 from splitzip_aio.errors import DriverUnavailableError
-from tests.faults.seeded import Tally, make_sample, run
+from tests.faults.seeded import Tally, run
 from tests.transport.samples import Sample
 
 RUNS = 120
 
 
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
-    return make_sample(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Each run says that it has faults, and what it fell back from."""
-    logger = logging.getLogger("splitzip_aio")
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(logging.NOTSET)
-
-
 @pytest.mark.parametrize("driver", ["uring", "threads"])
-def test_right_bytes_or_one_error_and_nothing_left(sample: Sample, driver: DriverName) -> None:
+def test_right_bytes_or_one_error_and_nothing_left(
+    sample: Sample, driver: DriverName, caplog: pytest.LogCaptureFixture
+) -> None:
     if driver == "uring":
         skip_without_uring()
     tally = Tally()
-    for seed in range(RUNS):
-        run(sample, driver, seed, tally)
+    with caplog.at_level(logging.ERROR, "splitzip_aio"):
+        for seed in range(RUNS):
+            run(sample, driver, seed, tally)
     print("\n".join(tally.lines()))
     assert {kind for kind, count in tally.faults.items() if count} == possible(sample.root, driver)
     assert {"right bytes", "cancelled", "ReadError", "CorruptDataError"} <= tally.outcomes.keys()
 
 
 def skip_without_uring() -> None:
-    memory = mmap.mmap(-1, 4096)
     try:
-        driver = open_driver("uring", buffers=[memoryview(memory)])
-    except DriverUnavailableError as error:
-        pytest.skip(str(error))
-    anyio.run(driver.aclose)
+        ring, _ = open_ring(1)
+    except (DriverUnavailableError, OSError) as error:
+        pytest.skip(f"no io_uring here: {error}")
+    ring.close()
 
 
 def possible(root: Path, driver: DriverName) -> set[FaultKind]:

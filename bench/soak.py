@@ -1,0 +1,121 @@
+"""Nothing lost, nothing leaked, nothing silent: long runs with faults on purpose, and counts of what came of them.
+
+    python bench/soak.py mixed --minutes 30        a mixed load; what the process holds at the end against the start
+    python bench/soak.py runs --count 10000        seeded runs, each with its own transport, of each driver
+    python bench/soak.py cancellations --count 100000
+    python bench/soak.py flips --count 20000       single flipped bits in every part of a cache
+
+Needs the tests beside it, and no GPU. Ends with an error as soon as a rule is broken; the seed finds it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import anyio
+
+from tests.faults.cancelling import cancel_many
+from tests.faults.flipping import Flips, flip_many
+from tests.faults.seeded import BACKENDS, Tally, make_sample, run
+from tests.faults.soaking import Footprint, soak
+from tests.transport.samples import Sample
+
+REPORT_EVERY_S = 30.0
+MOST_DRIFT_PERCENT = 1.0
+
+began = time.monotonic()
+
+
+class Reporter:
+    """Prints the state of a run every half minute."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + REPORT_EVERY_S
+
+    def __call__(self, *state: object) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + REPORT_EVERY_S
+            print(f"{time.monotonic() - began:7.0f} s ", *state, flush=True)
+
+
+def mixed(options: argparse.Namespace, sample: Sample) -> bool:
+    reporter = Reporter()
+
+    def report(tally: Tally, footprint: Footprint) -> None:
+        reporter(f"{tally.runs} rounds, {sum(tally.faults.values())} faults,", footprint)
+
+    checkpoint = sample.root.parent / "model.safetensors"
+    tally, drift = soak(sample, checkpoint, options.minutes * 60, options.seed, report)
+    print("\n".join(tally.lines() + drift.lines()))
+    names = ("rss_bytes", "descriptors", "threads", "pinned_bytes")
+    return all(drift.percent(name) < MOST_DRIFT_PERCENT for name in names)
+
+
+def runs(options: argparse.Namespace, sample: Sample) -> bool:
+    for driver in options.drivers:
+        tally, reporter = Tally(), Reporter()
+        for seed in range(options.seed, options.seed + options.count):
+            run(sample, driver, seed, tally)
+            reporter(driver, f"{tally.runs} runs, {sum(tally.faults.values())} faults")
+        print(f"{driver}:")
+        print("\n".join(tally.lines()), flush=True)
+    return True
+
+
+def cancellations(options: argparse.Namespace, sample: Sample) -> bool:
+    for driver in options.drivers:
+        for backend in BACKENDS:
+            share = options.count // (len(options.drivers) * len(BACKENDS))
+            task = partial(cancel_many, sample, driver, share, seed=options.seed, rate=options.rate)
+            print(f"{driver}, {backend}:")
+            print("\n".join(anyio.run(task, backend=backend).lines()), flush=True)
+    return True
+
+
+def flips(options: argparse.Namespace, sample: Sample) -> bool:
+    found = Flips()
+    for each in (sample, make_sample(sample.root.parent, schedule="top16")):
+        flip_many(each, options.count // 2, options.seed, found)
+    print("\n".join(found.lines()))
+    return not found.missed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes: dict[str, tuple[Callable[[argparse.Namespace, Sample], bool], int]] = {
+        "mixed": (mixed, 0),
+        "runs": (runs, 10_000),
+        "cancellations": (cancellations, 100_000),
+        "flips": (flips, 20_000),
+    }
+    parser.add_argument("mode", choices=modes)
+    parser.add_argument("--minutes", type=float, default=10.0, help="mixed: how long")
+    parser.add_argument("--count", type=int, help="the others: how many, by default what is promised")
+    parser.add_argument(
+        "--rate", type=float, default=0.0, help="cancellations: how many reads complete late on purpose"
+    )
+    parser.add_argument("--drivers", nargs="+", default=["uring", "threads"], choices=["uring", "threads"])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    act, usual = modes[options.mode]
+    options.count = options.count or usual
+    logging.getLogger("splitzip_aio").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as directory:
+        well = act(options, make_sample(Path(directory)))
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(f"{time.monotonic() - began:.0f} s, at most {most} KiB resident, {'all well' if well else 'NOT WELL'}")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
