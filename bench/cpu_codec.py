@@ -5,10 +5,10 @@
 
 Repetitions alternate between the two, so what else the machine does falls on both; a ratio is the median of the ratios
 of neighbours. Ours counts everything that ``build`` and a checked read do: histogram, choice of the schedule, encoding
-and digest; header check, decoding and checksum. It decodes into memory that is given, as the pipeline does; ZipNN has
-no such call and allocates. Page faults are therefore a large part of its time, so there are two tables: glibc as it is,
-and glibc told to keep what is freed, after which nothing here causes page faults. ZipNN's ``compress`` changes the
-buffer it is given, so each call gets its own copy, made outside the measured time.
+and digest; header check, decoding and checksum. It encodes and decodes in memory that is given, as ``build`` and the
+pipeline do; ZipNN has no such call and allocates. Page faults are therefore a large part of its time, so there are two
+tables: glibc as it is, and glibc told to keep what is freed, after which nothing here causes page faults. ZipNN's
+``compress`` changes the buffer it is given, so each call gets its own copy, made outside the measured time.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Ours:
         self.pool = ThreadPoolExecutor(threads) if threads > 1 else None
         self.out = np.empty_like(data)
         self.spans = list(segment_spans(data.size, BF16))
+        self.rooms: dict[Schedule, list[Bytes]] = {}
 
     def map(self, work: Callable[..., Any], *parts: Iterable[Any]) -> list[Any]:
         return list(self.pool.map(work, *parts) if self.pool else map(work, *parts))
@@ -52,7 +53,16 @@ class Ours:
         parts = [self.data[start:stop] for start, stop in self.spans]
         histograms = self.map(lambda part: cpu.histogram(part, BF16), parts)
         plan = plan_segments(BF16, histograms, schedule=self.schedule)
-        return self.map(lambda part: cpu.encode_segment(part, BF16, plan.schedule, plan.codebooks), parts)
+        rooms = self.rooms_for(plan.schedule)
+        encode = partial(cpu.encode_segment, fmt=BF16, schedule=plan.schedule, codebooks=plan.codebooks)
+        return self.map(lambda part, room: encode(part, out=room), parts, rooms)
+
+    def rooms_for(self, schedule: Schedule) -> list[Bytes]:
+        """Memory for each segment, allocated when first asked for."""
+        if schedule not in self.rooms:
+            sizes = [cpu.encoding_room(stop - start, BF16, schedule) for start, stop in self.spans]
+            self.rooms[schedule] = [np.empty(size, np.uint8) for size in sizes]
+        return self.rooms[schedule]
 
     def decode(self, segments: list[Bytes]) -> Bytes:
         outs = [self.out[start:stop] for start, stop in self.spans]

@@ -37,13 +37,19 @@ class SegmentCoder(Protocol):
     def encode(
         self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int, plan: SegmentPlan
     ) -> Iterator[NDArray[np.uint8]]:
-        """Each segment encoded as ``plan``, which is for just these segments, says."""
+        """Each segment encoded as ``plan``, which is for just these segments, says.
+
+        It is valid until the next is asked for.
+        """
 
 
 class CpuSegmentCoder:
-    """The CPU codec, one segment at a time."""
+    """The CPU codec, one segment at a time, all in the same memory."""
 
     batch_bytes = 1
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.uint8)
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """(nbytes,) uint8 to read elements into."""
@@ -56,9 +62,12 @@ class CpuSegmentCoder:
     def encode(
         self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int, plan: SegmentPlan
     ) -> Iterator[NDArray[np.uint8]]:
-        """Each segment encoded."""
+        """Each segment encoded; valid until the next is asked for."""
         for piece in _pieces(data, segment_bytes):
-            yield cpu.encode_segment(piece, fmt, plan.schedule, plan.codebooks)
+            needed = cpu.encoding_room(piece.size, fmt, plan.schedule)
+            if self._room.size < needed:
+                self._room = np.empty(needed, np.uint8)
+            yield cpu.encode_segment(piece, fmt, plan.schedule, plan.codebooks, out=self._room)
 
 
 class GpuSegmentCoder:

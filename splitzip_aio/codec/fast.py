@@ -9,7 +9,8 @@ inputs are passed as read-only, so that each kernel is compiled once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -18,8 +19,9 @@ from numpy.typing import NDArray
 
 from splitzip_aio.codec import fast_decode, fast_encode, reference, simd
 from splitzip_aio.codec.checksum import GROUP, GROUP_BYTES
+from splitzip_aio.codec.fast_count import PAIRS, count_exponents
 from splitzip_aio.codec.fast_decode import DecodePlan, decode_tiers, decode_top16
-from splitzip_aio.codec.fast_encode import SLACK, EncodePlan, count_exponents, encode_tiers, encode_top16
+from splitzip_aio.codec.fast_encode import SLACK, EncodePlan, encode_tiers, encode_top16
 from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
 from splitzip_aio.codec.layout import HEADER_BYTES, TILE_ELEMENTS, Layout
 from splitzip_aio.codec.payload import SegmentHeader
@@ -38,12 +40,13 @@ class FastCodec:
     """Histogram, encoding and decoding of segments; ``portable`` codes one element at a time, on any machine."""
 
     portable: bool
+    _of_thread: threading.local = field(default_factory=threading.local, repr=False, compare=False)
 
     def histogram(self, data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]:
         """(256,) counts of the exponents of (n * element_bytes,) bytes; of ``RAW`` all bytes count as 0."""
         if fmt == RAW:
             return reference.histogram(data, fmt)
-        pairs, totals = np.zeros(1 << 16, np.uint32), np.zeros(256, np.int64)
+        pairs, totals = self._pairs(), np.zeros(256, np.int64)
         mode = None if fmt == BF16 and not self.portable else True
         layout = (fmt.element_bytes, fmt.exponent_bits, fmt.mantissa_bits)
         count_exponents(_read_only(data), *layout, pairs, totals, mode)
@@ -51,14 +54,16 @@ class FastCodec:
             totals += reference.histogram(data[-fmt.element_bytes :], fmt)
         return totals
 
+    def encoding_room(self, data_bytes: int, fmt: ElementFormat, schedule: Schedule) -> int:
+        """Bytes of memory that a segment of any ``data_bytes`` may need while it is encoded."""
+        return _longest(fmt, schedule, data_bytes // fmt.element_bytes).segment_bytes + SLACK
+
     def encode_segment(
-        self, data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...]
+        self, data: Bytes, fmt: ElementFormat, schedule: Schedule, codebooks: tuple[bytes, ...], *, out: Bytes
     ) -> Bytes:
-        """What ``reference.encode_segment`` returns, byte for byte."""
-        source, elements = _read_only(data), data.size // fmt.element_bytes
-        longest = elements * (sum(schedule.widths[1:]) + schedule.escape_bits)
-        places = schedule.layout(fmt, elements, longest)
-        segment = np.empty(places.segment_bytes + SLACK, np.uint8)
+        """What ``reference.encode_segment`` returns, byte for byte: the start of ``out``, (encoding_room,)."""
+        source, elements, segment = _read_only(data), data.size // fmt.element_bytes, out
+        places = _longest(fmt, schedule, elements)
         if schedule.method is Method.STORED:
             segment[places.low : places.low + data.size] = data
             return _sealed(segment, data.size, simd.sum_all_words(source), fmt, schedule, (), 0, 0)
@@ -66,7 +71,7 @@ class FastCodec:
         mode = self._mode(schedule)
         plan = _encode_plan(fmt, places, elements, schedule, lookup.windows)
         if schedule.method is Method.TOP16:
-            escaped = np.empty(elements, np.uint8)
+            escaped = segment[places.tail + 2 * elements :]
             escapes, words = encode_top16(source, segment, scratch, lookup.selectors, escaped, plan, mode)
             tail_bits = escapes * schedule.escape_bits
             segment[places.tail + 2 * escapes : places.tail + 3 * escapes] = escaped[:escapes]
@@ -96,6 +101,14 @@ class FastCodec:
             raise CorruptDataError(f"{where}: counts contradict each other; rebuild the cache")
         return _checksum(words, out.size)
 
+    def _pairs(self) -> NDArray[np.uint32]:
+        """What ``count_exponents`` counts in and leaves zeroed; memory from the system would be slower to get."""
+        try:
+            pairs: NDArray[np.uint32] = self._of_thread.pairs
+        except AttributeError:
+            pairs = self._of_thread.pairs = np.zeros(PAIRS, np.uint32)
+        return pairs
+
     def __str__(self) -> str:
         return "numba, portable" if self.portable else "numba, BMI2"
 
@@ -103,6 +116,12 @@ class FastCodec:
         """How kernels are told which code to take, by type: None for the machine's own instructions."""
         selectors = sum(schedule.codebook_sizes) + (schedule.method is Method.TIERS)
         return True if self.portable or selectors > 16 else None
+
+
+@lru_cache(maxsize=64)
+def _longest(fmt: ElementFormat, schedule: Schedule, elements: int) -> Layout[int]:
+    """The layout if every element is an escape that reaches every tier."""
+    return schedule.layout(fmt, elements, elements * (sum(schedule.widths[1:]) + schedule.escape_bits))
 
 
 def _read_only(array: Bytes) -> Bytes:

@@ -45,7 +45,7 @@ from splitzip_aio.codec.simd import (
     translate_window,
 )
 
-__all__ = ["SCRATCH_BYTES", "SLACK", "EncodePlan", "count_exponents", "encode_tiers", "encode_top16"]
+__all__ = ["SCRATCH_BYTES", "SLACK", "EncodePlan", "encode_tiers", "encode_top16"]
 
 SLACK = 32  # bytes behind an output that a store may reach
 _BLOCK = 4096  # elements, a tile's worth at most: what their scratch memory takes leaves room in a cache of 32 KiB
@@ -57,6 +57,7 @@ SCRATCH_BYTES = _VALUES + 2 * _BLOCK + SLACK
 
 _NIBBLES = np.uint64(0x1111111111111111)
 _ONE = np.uint64(1)
+_WORD_BITS = 56  # of a word that starts within a byte, those that are free for certain
 _TOP16_ESCAPES = np.uint64(0x1010101010101010)
 
 
@@ -87,62 +88,6 @@ class EncodePlan(NamedTuple):
     mantissa_bits: int
     low_bits: int
     high_bits: int
-
-
-@inlined
-def _pair(base: Any, pair: Any, element_bytes: Any) -> Any:
-    if element_bytes == 2:
-        return load32(base, 4 * pair)
-    if element_bytes == 4:
-        return load64(base, 8 * pair)
-    return load16(base, 2 * pair)
-
-
-@compiled
-def _count_pairs(
-    base: Any, pairs: Any, element_bytes: Any, exponent_bits: Any, mantissa_bits: Any, counts: Any
-) -> None:
-    first, second = np.uint64(mantissa_bits), np.uint64(mantissa_bits + 8 * (element_bytes - 1))
-    mask = (_ONE << np.uint64(exponent_bits)) - _ONE
-    for pair in range(pairs):
-        word = _pair(base, pair, element_bytes)
-        place = np.int64(word >> first & mask | word >> second & mask << np.uint64(8)) << 2
-        store32(counts, place, load32(counts, place) + _ONE)
-
-
-@compiled
-def _count_bf16(base: Any, pairs: Any, counts: Any) -> None:
-    """``_count_pairs`` with two pairs at a time: one bit extraction takes the exponents of four elements."""
-    exponents, low = np.uint64(0x7F80_7F80_7F80_7F80), np.uint64(0xFFFF)
-    for quad in range(pairs >> 1):
-        both = extract(load64(base, 8 * quad), exponents)
-        first, second = np.int64(both & low) << 2, np.int64(both >> np.uint64(16)) << 2
-        store32(counts, first, load32(counts, first) + _ONE)
-        store32(counts, second, load32(counts, second) + _ONE)
-    if pairs & 1:
-        _count_pairs(base + 4 * (pairs - 1), 1, 2, 8, 7, counts)
-
-
-@entry
-def count_exponents(
-    data: Any, element_bytes: Any, exponent_bits: Any, mantissa_bits: Any, pairs: Any, totals: Any, portable: Any
-) -> None:
-    """Add the exponents of an even number of elements to ``totals``, (256,) int64; ``pairs`` is (65536,) uint32 zeros.
-
-    Pairs of exponents are counted first: half the increments, and ones that seldom wait for the increment before,
-    because neighbouring elements are equal more often than neighbouring pairs. ``portable`` None is for BF16 only.
-    """
-    base, number = address(data), data.size // (2 * element_bytes)
-    if portable is None:
-        _count_bf16(base, number, address(pairs))
-    else:
-        _count_pairs(base, number, element_bytes, exponent_bits, mantissa_bits, address(pairs))
-    for second in range(1 << exponent_bits):
-        row = np.int64(0)
-        for first in range(1 << exponent_bits):
-            row += np.int64(pairs[(second << 8) + first])
-            totals[first] += np.int64(pairs[(second << 8) + first])
-        totals[second] += row
 
 
 @compiled
@@ -250,15 +195,26 @@ def _pack_nibbles(width: Any, codes: Any, count: Any, target: Any, scratch: Any)
 
 @compiled
 def _append_codes(codes: Any, masks: Any, groups: Any, tail: Any, position: Any) -> Any:
-    """Put the bits of codes that ``masks`` selects behind bit ``position`` of the tail; return its end."""
+    """Put the bits of codes that ``masks`` selects behind bit ``position`` of the tail; return its end.
+
+    What limits this is that each step waits for the one before, so it takes an even number of groups, two at a time.
+    """
     word = load8(tail, position >> 3) & ((_ONE << np.uint64(position & 7)) - _ONE)
-    for group in range(groups):
-        mask = load64(masks, group << 3)
-        word |= extract(load64(codes, group << 3), mask) << np.uint64(position & 7)
+    for pair in range(groups >> 1):
+        mask, next_mask = load64(masks, pair << 4), load64(masks, (pair << 4) + 8)
+        bits, more = extract(load64(codes, pair << 4), mask), popcount(mask)
+        next_bits, together = extract(load64(codes, (pair << 4) + 8), next_mask), more + popcount(next_mask)
+        if together <= _WORD_BITS:
+            bits |= next_bits << np.uint64(more)
+        else:
+            store64(tail, position >> 3, word | bits << np.uint64(position & 7))
+            word = (word | bits << np.uint64(position & 7)) >> np.uint64(((position & 7) + more) & 56)
+            position += more
+            bits, together = next_bits, together - more
+        word |= bits << np.uint64(position & 7)
         store64(tail, position >> 3, word)
-        more = popcount(mask)
-        word >>= np.uint64(((position & 7) + more) & 56)
-        position += more
+        word >>= np.uint64(((position & 7) + together) & 56)
+        position += together
     return position
 
 
@@ -277,17 +233,20 @@ def _append_tiers(plan: Any, nibbles: Any, exponents: Any, first: Any, count: An
 
     Returns the end of the tail and the number of escapes.
     """
-    groups, start, escapes = (count + 15) >> 4, nibbles + (first >> 1), 0
+    groups, start, escapes = (count + 31) >> 5 << 1, nibbles + (first >> 1), 0
     for tier in range(1, plan.depth):
         codes = start + 2 * tier * _NIBBLE_BYTES
         position = _append_codes(codes, codes + _NIBBLE_BYTES, groups, tail, position)
-    for group in range(groups):
-        mark = load64(start + _NIBBLE_BYTES, group << 3)
-        while mark:
-            place = first + (group << 4) + (lowest_bit(mark) >> 2)
-            position = _append(load8(exponents, place), 8, tail, position)
-            escapes += 1
-            mark &= mark - _ONE
+    marks = start + _NIBBLE_BYTES
+    for pair in range(groups >> 1):
+        if load64(marks, pair << 4) | load64(marks, (pair << 4) + 8):
+            for group in range(2 * pair, 2 * pair + 2):
+                mark = load64(marks, group << 3)
+                while mark:
+                    place = first + (group << 4) + (lowest_bit(mark) >> 2)
+                    position = _append(load8(exponents, place), 8, tail, position)
+                    escapes += 1
+                    mark &= mark - _ONE
     return position, escapes
 
 
@@ -367,8 +326,8 @@ def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any
 def encode_top16(data: Any, segment: Any, scratch: Any, lookup: Any, escaped: Any, plan: Any, portable: Any) -> Any:
     """``encode_tiers`` for the published layout; returns the number of escapes and the checksum's sum of words.
 
-    Selectors are codes, and 16 for an escape. Places go to the tail, the exponents of escapes to ``escaped``,
-    (elements,), whence the caller puts them behind.
+    Selectors are codes, and 16 for an escape. Places go to the tail, the exponents of escapes to ``escaped``, of
+    elements or more bytes, whence the caller puts them behind.
     """
     source, base, exponents = address(data), address(segment), address(scratch)
     selectors, values, listed = exponents + _SELECTORS, exponents + _VALUES, address(escaped)

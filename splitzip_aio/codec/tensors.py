@@ -21,7 +21,7 @@ from splitzip_aio.codec.formats import RAW, ElementFormat, element_format
 from splitzip_aio.codec.layout import HEADER_BYTES, SEGMENT_ALIGN
 from splitzip_aio.codec.payload import parse_header
 from splitzip_aio.codec.schedule import Schedule
-from splitzip_aio.codec.segments import plan_segments, segment_spans
+from splitzip_aio.codec.segments import decoded_segment_bytes, plan_segments, segment_spans
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError
 
 __all__ = ["PayloadMeta", "decode_torch", "encode_torch"]
@@ -152,8 +152,10 @@ def encode_torch(
     )
     payload = torch.empty(sum(plan.segments), dtype=torch.uint8)
     view: NDArray[np.uint8] = payload.numpy()
+    largest = min(contents.size, decoded_segment_bytes(fmt))
+    room = np.empty(cpu.encoding_room(largest, fmt, plan.schedule), np.uint8)
     for (start, stop), (begin, end) in zip(spans, _extents(plan.segments), strict=True):
-        view[begin:end] = cpu.encode_segment(contents[start:stop], fmt, plan.schedule, plan.codebooks)
+        view[begin:end] = cpu.encode_segment(contents[start:stop], fmt, plan.schedule, plan.codebooks, out=room)
     return payload, PayloadMeta(dtype, shape, plan.schedule, codebook, plan.segments)
 
 

@@ -12,6 +12,7 @@ from splitzip_aio.codec.formats import BF16, F16, RAW, ElementFormat
 from splitzip_aio.codec.layout import CHUNK_ELEMENTS, SEGMENT_ELEMENTS, TILE_ELEMENTS
 from splitzip_aio.codec.payload import parse_header
 from splitzip_aio.codec.schedule import CANDIDATES, STORED, TOP16, Schedule
+from splitzip_aio.errors import InvalidArgumentError
 from tests.codec.data import (
     ALL_TIERS,
     CODED,
@@ -66,6 +67,19 @@ def test_the_fast_codec_writes_the_bytes_of_the_reference(case: tuple[ElementFor
     out = np.full(data.size, POISON, np.uint8)
     reference.decode_segment(parse_header(expected.data, where="test"), expected, out, where="test")
     assert np.array_equal(out, data)
+
+
+@given(cases())
+def test_encoding_in_memory_that_is_given(case: tuple[ElementFormat, Schedule, Bytes]) -> None:
+    fmt, schedule, data = case
+    codebooks = schedule.codebooks(cpu.histogram(data, fmt), fmt)
+    room = np.full(cpu.encoding_room(data.size, fmt, schedule), POISON, np.uint8)
+    segment = cpu.encode_segment(data, fmt, schedule, codebooks, out=room)
+    assert np.shares_memory(segment, room)
+    assert np.array_equal(segment, cpu.encode_segment(data, fmt, schedule, codebooks))
+    for unfit in (room[:-1], np.empty(2 * room.size, np.uint8)[::2]):
+        with pytest.raises(InvalidArgumentError, match=f"expected {room.size} contiguous bytes"):
+            cpu.encode_segment(data, fmt, schedule, codebooks, out=unfit)
 
 
 @given(cases(), st.data())
