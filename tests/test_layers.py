@@ -26,7 +26,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"dispatch", "prefetch"}),
     frozenset({"transport"}),
     frozenset({"blocking"}),
-    frozenset({"offload", "vmm_fast"}),
+    frozenset({"materialize"}),
+    frozenset({"offloading", "vmm_fast"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
