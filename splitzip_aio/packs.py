@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from splitzip_aio.abc import FileHandle, IOMode, ReadDriver
 from splitzip_aio.drivers.page_cache import PageCache
+from splitzip_aio.errors import ReadError, UnsupportedError
 
 __all__ = ["PackIdentity", "PackSource"]
 
@@ -94,6 +95,12 @@ class PackSource:
             self._descriptor = -1
 
     def _open(self, reader: ReadDriver, io: IOMode) -> FileHandle:
-        file = reader.open(f"/proc/self/fd/{self._descriptor}", io=io)
+        name = f"/proc/self/fd/{self._descriptor}"
+        try:
+            file = reader.open(name, io=io)
+        except ReadError as error:
+            raise ReadError(error.errno, error.strerror, self.path) from error
+        except UnsupportedError as error:
+            raise UnsupportedError(str(error).replace(name, self.path)) from error
         file.path = self.path
         return file

@@ -103,8 +103,7 @@ class PackFiles:
         try:
             return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
         except OSError as error:
-            problem = f"cannot open: {error.strerror}"
-            raise ReadError(error.errno, problem, str(self.path(pack))) from error
+            raise ReadError(error.errno, _problem(error), str(self.path(pack))) from error
 
     def close(self) -> None:
         """Close all packs. Idempotent."""
@@ -125,8 +124,7 @@ class PackFiles:
                     f"{self._root}: {pack.file}: expected a regular file, found a symbolic link or something else; "
                     "only files beneath the root are read: copy the cache with its links resolved"
                 ) from error
-            problem = f"cannot open: {error.strerror}"
-            raise ReadError(error.errno, problem, str(self._root / pack.file)) from error
+            raise ReadError(error.errno, _problem(error), str(self._root / pack.file)) from error
 
     def _descriptor(self, pack: int, where: str) -> int:
         if self._closed:
@@ -135,3 +133,8 @@ class PackFiles:
         if descriptor is None:
             raise CorruptDataError(f"{where}: {self.path(pack)}: expected a pack, found none; rebuild the cache")
         return descriptor
+
+
+def _problem(error: OSError) -> str:
+    remedy = "; raise the limit on open files (ulimit -n)" if error.errno == errno.EMFILE else ""
+    return f"cannot open: {error.strerror}{remedy}"

@@ -118,7 +118,8 @@ def open_file(path: str | os.PathLike[str], io: IOMode) -> OpenFile:
         # O_NONBLOCK: opening a FIFO must fail below, not wait for its writer.
         descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as exc:
-        raise ReadError(exc.errno, f"cannot open for reading: {exc.strerror}", name) from exc
+        remedy = "; raise the limit on open files (ulimit -n)" if exc.errno == errno.EMFILE else ""
+        raise ReadError(exc.errno, f"cannot open for reading: {exc.strerror}{remedy}", name) from exc
     try:
         return _examine(name, descriptor, io)
     except BaseException:

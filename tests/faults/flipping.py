@@ -27,12 +27,12 @@ CODEBOOKS = (72, 136)
 
 @dataclass(frozen=True)
 class Place:
-    """Bytes ``[start, stop)`` of a file, which part of a cache they are, and the layers that need them."""
+    """So many bits from byte ``start`` of a file on, which part of a cache they are, and the layers that need them."""
 
     part: str
     path: Path
     start: int
-    stop: int
+    bits: int
     layers: tuple[str, ...] = ()
 
 
@@ -63,7 +63,8 @@ def flip_many(sample: Sample, count: int, seed: int, found: Flips) -> None:
         ) as transport:
             for number in range(count):
                 place = chance.choice(by_part[names[number % len(names)]])
-                at, bit = chance.randrange(place.start, place.stop), chance.randrange(8)
+                number_of_byte, bit = divmod(chance.randrange(place.bits), 8)
+                at = place.start + number_of_byte
                 flip(place.path, at, bit)
                 noticed = await notices(sample, transport, place, chance)
                 flip(place.path, at, bit)
@@ -98,7 +99,7 @@ async def notices(sample: Sample, transport: Transport, place: Place, chance: ra
 def places(root: Path) -> Iterator[Place]:
     """Every part of a cache that is not padding."""
     manifest = root / "manifest.json"
-    yield Place("manifest", manifest, 0, manifest.stat().st_size)
+    yield Place("manifest", manifest, 0, 8 * manifest.stat().st_size)
     with SplitZipShardCache(root) as cache:
         users: dict[str, list[str]] = {}
         for entry in cache.tensors.values():
@@ -109,21 +110,22 @@ def places(root: Path) -> Iterator[Place]:
                 with path.open("rb") as file:
                     file.seek(extent.offset)
                     data = file.read(extent.nbytes)
-                for part, (start, stop) in _named(data):
-                    yield Place(
-                        part, path, extent.offset + start, extent.offset + stop, tuple(dict.fromkeys(users[entry.key]))
-                    )
+                for part, start, bits in _named(data):
+                    yield Place(part, path, extent.offset + start, bits, tuple(dict.fromkeys(users[entry.key])))
 
 
-def _named(segment: bytes) -> Iterator[tuple[str, tuple[int, int]]]:
+def _named(segment: bytes) -> Iterator[tuple[str, int, int]]:
+    """Each part of a segment: its name, its first byte, and how many bits it has; the last byte may have more."""
     header = parse_header(segment, where="sample")
     for part, (start, stop) in parts(header).items():
         if part == "header":
-            yield "header", (start, CODEBOOKS[0])
-            yield "codebook", CODEBOOKS
-            yield "header", (CODEBOOKS[1], stop)
+            yield "header", start, 8 * CODEBOOKS[0]
+            yield "codebook", CODEBOOKS[0], 8 * (CODEBOOKS[1] - CODEBOOKS[0])
+            yield "header", CODEBOOKS[1], 8 * (stop - CODEBOOKS[1])
+        elif part == "tail":
+            yield "escapes", start, header.tail_bits
         elif not part.startswith("padding"):
-            yield {"tail": "escapes"}.get(part, part), (start, stop)
+            yield part, start, 8 * (stop - start)
 
 
 def flip(path: Path, offset: int, bit: int) -> None:
