@@ -38,17 +38,22 @@ class Groups:
 
     @classmethod
     def of(cls, units: Iterable[tuple[str, Sequence[Entry]]], *, group_bytes: int = GROUP_BYTES) -> Groups:
-        """Group the tensors of units, given in the order of use. What two units share belongs to the first."""
+        """Group the tensors of units, given in the order of use. What two units share belongs to the first.
+
+        A small tensor, such as a bias beside its weight, begins no group, but may exceed the limit by a quarter.
+        """
         by_tensor: dict[str, str] = {}
         sizes: dict[str, int] = {}
         for unit, entries in units:
             group = ""
             new = {entry.name: entry for entry in entries if entry.name not in by_tensor}
             for entry in sorted(new.values(), key=lambda each: (each.pack, each.offset)):
-                if not group or sizes[group] + arena_bytes_of(entry) > group_bytes:
+                nbytes = arena_bytes_of(entry)
+                limit = group_bytes * 5 // 4 if nbytes <= group_bytes // 16 else group_bytes
+                if not group or sizes[group] + nbytes > limit:
                     group = f"{unit}, group {len(sizes)}"
                     sizes[group] = 0
-                sizes[group] += arena_bytes_of(entry)
+                sizes[group] += nbytes
                 by_tensor[entry.name] = group
         return cls(sizes, by_tensor)
 

@@ -265,11 +265,11 @@ class Consumer:
     adapter: Any = None
     shards: list[Path] = field(default_factory=list)
 
-    def attach(self, budget: int, *, slot_bytes: int = 16 << 10) -> None:
-        """Hand the weights over to an arena of ``budget`` bytes."""
+    def attach(self, budget: int, *, library: Any | None = None, slot_bytes: int = 16 << 10) -> None:
+        """Hand the weights over to an arena with room for ``budget`` bytes, in host memory or of a real library."""
         report, self.store = model_arena_adapter.attach_model_linear_modules(
             self.model,
-            HostLibrary(),
+            library or HostLibrary(),
             module_pattern=".*",
             resident_budget_bytes=budget,
             file_slices=self.registry,
@@ -277,6 +277,9 @@ class Consumer:
             native_transport_slots=16,
         )
         self.adapter = report.adapter
+        if library is not None:
+            self.model.to(self.x.device)  # the rest of it
+            return
         for binding in self.bindings():  # views in host memory are taken for weights that could not be moved
             binding.file_slice = self.registry.lookup(binding.source)
             assert binding.file_slice is not None
@@ -296,7 +299,7 @@ class Consumer:
 
 
 @contextmanager
-def consumer(directory: Path, *, blocks: int = 6, width: int = 32) -> Iterator[Consumer]:
+def consumer(directory: Path, *, blocks: int = 6, width: int = 32, device: str = "cpu") -> Iterator[Consumer]:
     """A model, loaded from two shards, and not attached yet."""
     torch.manual_seed(7)
     model = Net(blocks, width)
@@ -316,7 +319,8 @@ def consumer(directory: Path, *, blocks: int = 6, width: int = 32) -> Iterator[C
     model._ddo_safetensor_slices = registry
     reference = Net(blocks, width).bfloat16()
     reference.load_state_dict(tensors)
-    x = torch.randn(3, 8).bfloat16()
+    reference.to(device)
+    x = torch.randn(3, 8).bfloat16().to(device)
 
     def expected(order: Sequence[int]) -> torch.Tensor:
         reference.order = list(order)
