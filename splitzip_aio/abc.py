@@ -6,6 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias
 
@@ -21,8 +22,9 @@ __all__ = [
     "Fence",
     "FileHandle",
     "IOMode",
+    "PlannedRead",
+    "PlannedSegment",
     "ReadDriver",
-    "SegmentPlacement",
     "StageTrace",
 ]
 
@@ -184,22 +186,58 @@ class ReadDriver(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentPlacement:
-    """One segment of a filled slot, and where its elements go.
+class PlannedSegment:
+    """A segment of a read: where it is in the slot, and in the layer's range where it decodes to.
 
     Attributes:
         source: bytes from the start of the slot; a multiple of 32.
         nbytes: bytes of the segment as the manifest has it.
-        destination: bytes from the start of the arena.
+        destination: bytes from the start of the layer's range.
         decoded_bytes: bytes it must decode to.
-        where: what to call it in an error: tensor, file and offset.
+        tensor: the first tensor of the layer that it is part of.
     """
 
     source: int
     nbytes: int
     destination: int
     decoded_bytes: int
-    where: str
+    tensor: str
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRead:
+    """What one slot is filled with: a run of whole segments, rounded outward to whole pages.
+
+    It is the same object each time that it is read, and compared as such, so that an arena can keep what it found out.
+
+    Attributes:
+        pack: index of the pack.
+        path: the pack's path.
+        offset: where it starts in the pack, a multiple of 4096.
+        nbytes: how much is read, a multiple of 4096.
+        segments: at least one.
+    """
+
+    pack: int
+    path: str
+    offset: int
+    nbytes: int
+    segments: tuple[PlannedSegment, ...]
+
+    @cached_property
+    def encoded_bytes(self) -> int:
+        """Bytes of all segments, without what is read around them."""
+        return sum(segment.nbytes for segment in self.segments)
+
+    @cached_property
+    def decoded_bytes(self) -> int:
+        """Bytes that all segments decode to."""
+        return sum(segment.decoded_bytes for segment in self.segments)
+
+    def where(self, place: int) -> str:
+        """What to call a segment in an error: its tensor, pack and offset."""
+        segment = self.segments[place]
+        return f"tensor {segment.tensor!r}, {self.path} at offset {self.offset + segment.source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +312,8 @@ class Arena(ABC):
     async def upload(
         self,
         memory: memoryview,
-        payload_bytes: int,
-        segments: Sequence[SegmentPlacement],
+        read: PlannedRead,
+        base: int,
         *,
         drained: Callable[[], None],
         trace: StageTrace | None = None,
@@ -283,9 +321,9 @@ class Arena(ABC):
         """Decode the segments of a slot into the arena and check them.
 
         Args:
-            memory: the slot; its first ``payload_bytes`` bytes were read, and ``table_bytes`` more may be written.
-            payload_bytes: how much of it was read.
-            segments: at least one, at most ``max_segments``; their destinations are allocated.
+            memory: the slot; its first ``read.nbytes`` bytes were read, and ``table_bytes`` more may be written.
+            read: what was read: at most ``max_segments`` segments.
+            base: where the layer's range starts in the arena.
             drained: called once, as soon as the slot may be filled again, and before this returns or raises.
             trace: called with the times of each stage, in this task, before this returns; left out where it raises.
 
@@ -293,7 +331,7 @@ class Arena(ABC):
             What a stream must wait for before it uses the result; None where there is nothing to wait for.
 
         Raises:
-            CorruptDataError: a segment is wrong, named by its ``where``; the destinations then hold anything.
+            CorruptDataError: a segment is wrong, named with its pack and offset; the range then holds anything.
         """
 
     @abstractmethod

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from splitzip_aio.abc import Arena, SegmentPlacement
+from splitzip_aio.abc import Arena
 from splitzip_aio.errors import CorruptDataError, SplitZipError
 from splitzip_aio.loading import FilledSlot
 from splitzip_aio.stages import StageClock
@@ -24,7 +22,6 @@ class Dispatcher:
     Args:
         arena: where layers are decoded to.
         ring: where the slots are from.
-        packs: names of the packs by index, for errors.
         source: where filled slots come from.
         clock: told of each upload; by default nobody is.
 
@@ -37,7 +34,6 @@ class Dispatcher:
         self,
         arena: Arena,
         ring: StagingRing,
-        packs: Sequence[str],
         source: MemoryObjectReceiveStream[FilledSlot],
         *,
         clock: StageClock | None = None,
@@ -46,57 +42,47 @@ class Dispatcher:
         self.decoded_bytes = 0
         self._arena = arena
         self._ring = ring
-        self._packs = packs
         self._source = source
         self._clock = clock or StageClock()
 
     async def run(self) -> None:
         """Upload until the prefetcher closes its end, and wait for what was begun."""
         async with self._source, anyio.create_task_group() as group:
-            async for filled in self._source:
-                if filled.load.wanted:
-                    self._ring.mark_copying(filled.slot)
-                    group.start_soon(self._upload, filled)
-                else:
-                    self._release(filled)
-                    filled.load.settle()
+            for _ in self._ring.slots:  # a task for each slot that can be on its way: starting one takes long
+                group.start_soon(self._upload_all)
+
+    async def _upload_all(self) -> None:
+        async for filled in self._source:
+            if filled.load.wanted:
+                self._ring.mark_copying(filled.slot)
+                await self._upload(filled)
+            else:
+                self._release(filled)
+                filled.load.settle()
 
     async def _upload(self, filled: FilledSlot) -> None:
         slot, read, load = filled.slot, filled.read, filled.load
-        placements = list(self._placements(filled))
-        decoded_bytes = sum(segment.decoded_bytes for segment in placements)
         in_place = self._arena.decodes_in_place
-        with self._clock.upload(load.plan.name, slot.index, read.nbytes, decoded_bytes, in_place=in_place) as upload:
+        with self._clock.upload(
+            load.plan.name, slot.index, read.nbytes, read.decoded_bytes, in_place=in_place
+        ) as upload:
 
             def drained() -> None:
                 self._release(filled)
                 upload.drained()
 
             try:
-                fence = await self._arena.upload(
-                    filled.memory, read.nbytes, placements, drained=drained, trace=upload.trace
-                )
+                fence = await self._arena.upload(filled.memory, read, load.base, drained=drained, trace=upload.trace)
             except SplitZipError as error:
                 if filled.hold is not None and isinstance(error, CorruptDataError):
                     filled.hold.spoil()
                 load.settle(error=error)
             else:
-                self.wire_bytes += sum(segment.nbytes for segment in placements)
-                self.decoded_bytes += decoded_bytes
+                self.wire_bytes += read.encoded_bytes
+                self.decoded_bytes += read.decoded_bytes
                 load.settle(fence=fence)
 
     def _release(self, filled: FilledSlot) -> None:
         self._ring.release(filled.slot)
         if filled.hold is not None:
             filled.hold.release()
-
-    def _placements(self, filled: FilledSlot) -> Iterator[SegmentPlacement]:
-        read, base = filled.read, filled.load.base
-        for segment in read.segments:
-            yield SegmentPlacement(
-                source=segment.source,
-                nbytes=segment.nbytes,
-                destination=base + segment.destination,
-                decoded_bytes=segment.decoded_bytes,
-                where=f"tensor {segment.tensor!r}, {self._packs[read.pack]} at offset {read.offset + segment.source}",
-            )

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from splitzip_aio.abc import Fence
+from splitzip_aio.abc import Fence, PlannedRead
 from splitzip_aio.errors import SplitZipError
 from splitzip_aio.host_cache import HostHold
-from splitzip_aio.plan import LayerPlan, PlannedRead
+from splitzip_aio.plan import LayerPlan
 from splitzip_aio.staging import Slot
 
 __all__ = ["FilledSlot", "Load"]

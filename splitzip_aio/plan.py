@@ -10,44 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from splitzip_aio.abc import PlannedRead, PlannedSegment
 from splitzip_aio.cache.entry import Entry
 from splitzip_aio.cache.layers import LayerRule
+from splitzip_aio.cache.segments import segment_bytes
 from splitzip_aio.errors import InvalidArgumentError, UnknownLayerError
 
-__all__ = ["ExecutionPlan", "LayerPlan", "PlannedRead", "PlannedSegment", "PlannedTensor", "largest_read_bytes"]
+__all__ = ["ExecutionPlan", "LayerPlan", "PlannedTensor", "largest_read_bytes"]
 
 READ_ALIGN = 4096
 TENSOR_ALIGN = 256
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSegment:
-    """A segment of a read: where it is in the slot, and in the layer's range where it decodes to.
-
-    Attributes:
-        source: bytes from the start of the slot.
-        nbytes: bytes of the segment.
-        destination: bytes from the start of the layer's range.
-        decoded_bytes: bytes it decodes to.
-        tensor: the first tensor of the layer that it is part of.
-    """
-
-    source: int
-    nbytes: int
-    destination: int
-    decoded_bytes: int
-    tensor: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRead:
-    """One read: ``nbytes`` bytes at ``offset`` of the pack with this index, both multiples of 4096."""
-
-    pack: int
-    offset: int
-    nbytes: int
-    segments: tuple[PlannedSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +53,7 @@ class ExecutionPlan:
 
     Args:
         entries: the cache's tensors, in execution order.
+        packs: paths of the packs, by index.
         slot_bytes: the longest read.
         max_segments: the most segments of a read.
         layer_of: from a tensor's name to its layer's, instead of what the cache says.
@@ -91,10 +66,12 @@ class ExecutionPlan:
         self,
         entries: Iterable[Entry],
         *,
+        packs: Sequence[str],
         slot_bytes: int,
         max_segments: int,
         layer_of: LayerRule | None = None,
     ) -> None:
+        self._packs = packs
         self._slot_bytes = slot_bytes
         self._max_segments = max_segments
         self._members = _group(entries, layer_of)
@@ -135,7 +112,7 @@ class ExecutionPlan:
                 extents += _extents(entry, offset)
             tensors.append(PlannedTensor(entry.name, entry.dtype, entry.shape, offset, entry.nbytes))
         extents.sort(key=lambda extent: (extent.pack, extent.offset))
-        reads = _reads(extents, self._slot_bytes, self._max_segments)
+        reads = _reads(extents, self._packs, self._slot_bytes, self._max_segments)
         return LayerPlan(name, tuple(tensors), end, tuple(reads))
 
 
@@ -151,8 +128,7 @@ def largest_read_bytes(entries: Iterable[Entry]) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
+class _Extent(NamedTuple):
     """A segment by its place in a pack; ``destination`` counts from the start of the layer's range."""
 
     pack: int
@@ -176,36 +152,41 @@ def _group(entries: Iterable[Entry], layer_of: LayerRule | None) -> Mapping[str,
 
 def _extents(entry: Entry, offset: int) -> Iterator[_Extent]:
     """Segments of a tensor that starts ``offset`` bytes into the layer's range."""
-    for extent in entry.extents():
-        size = extent.stop - extent.start
-        yield _Extent(extent.pack, extent.offset, extent.nbytes, offset + extent.start, size, entry.name)
+    place, left, step = entry.offset, entry.nbytes, segment_bytes(entry.dtype, entry.segment_elements)
+    for nbytes in entry.segments:
+        size = min(step, left)
+        yield _Extent(entry.pack, place, nbytes, offset, size, entry.name)
+        place, offset, left = place + nbytes, offset + size, left - size
 
 
-def _reads(extents: Sequence[_Extent], slot_bytes: int, max_segments: int) -> Iterator[PlannedRead]:
+def _reads(
+    extents: Sequence[_Extent], packs: Sequence[str], slot_bytes: int, max_segments: int
+) -> Iterator[PlannedRead]:
     """Divide segments, sorted by place, into reads: as few as slots allow, none that reads a page for nothing."""
     run: list[_Extent] = []
+    start = stop = 0  # of the pages that the run takes
     for extent in extents:
-        if run and not (
-            extent.pack == run[0].pack
-            and _page_down(extent.offset) <= _page_up(run[-1].offset + run[-1].nbytes)
-            and _page_up(extent.offset + extent.nbytes) - _page_down(run[0].offset) <= slot_bytes
-            and len(run) < max_segments
-        ):
-            yield _read(run)
+        first, last = _page_down(extent.offset), _page_up(extent.offset + extent.nbytes)
+        joins = run and extent.pack == run[0].pack and first <= stop
+        if run and not (joins and last - start <= slot_bytes and len(run) < max_segments):
+            yield _read(run, packs[run[0].pack])
             run = []
+        if not run:
+            start = first
         run.append(extent)
+        stop = last
     if run:
-        yield _read(run)
+        yield _read(run, packs[run[0].pack])
 
 
-def _read(run: Sequence[_Extent]) -> PlannedRead:
+def _read(run: Sequence[_Extent], path: str) -> PlannedRead:
     start = _page_down(run[0].offset)
     nbytes = _page_up(run[-1].offset + run[-1].nbytes) - start
     segments = tuple(
         PlannedSegment(extent.offset - start, extent.nbytes, extent.destination, extent.decoded_bytes, extent.tensor)
         for extent in run
     )
-    return PlannedRead(run[0].pack, start, nbytes, segments)
+    return PlannedRead(run[0].pack, path, start, nbytes, segments)
 
 
 def _aligned(nbytes: int) -> int:

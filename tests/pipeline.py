@@ -14,12 +14,13 @@ from splitzip_aio.abc import (
     DriverStatistics,
     Fence,
     FileHandle,
+    PlannedRead,
+    PlannedSegment,
     ReadDriver,
-    SegmentPlacement,
     StageTrace,
 )
 from splitzip_aio.loading import Load
-from splitzip_aio.plan import LayerPlan, PlannedRead, PlannedSegment
+from splitzip_aio.plan import LayerPlan
 
 if TYPE_CHECKING:
     from splitzip_aio.abc import IOMode
@@ -100,7 +101,7 @@ class FakeArena(Arena):
     def __init__(self) -> None:
         self.gate = Gate()
         self.failures: dict[int, Exception] = {}
-        self.uploads: list[Sequence[SegmentPlacement]] = []
+        self.uploads: list[tuple[PlannedRead, int]] = []
 
     @staticmethod
     def table_bytes(payload_bytes: int) -> int:
@@ -109,19 +110,20 @@ class FakeArena(Arena):
     async def upload(
         self,
         memory: memoryview,
-        payload_bytes: int,
-        segments: Sequence[SegmentPlacement],
+        read: PlannedRead,
+        base: int,
         *,
         drained: Callable[[], None],
         trace: StageTrace | None = None,
     ) -> Fence | None:
-        self.uploads.append(segments)
+        self.uploads.append((read, base))
+        destination = base + read.segments[0].destination
         try:
-            await self.gate.pass_through(segments[0].destination)
+            await self.gate.pass_through(destination)
         finally:
             drained()
-        if segments[0].destination in self.failures:
-            raise self.failures[segments[0].destination]
+        if destination in self.failures:
+            raise self.failures[destination]
         return None
 
     def fits(self, nbytes: int, *, freeing: Iterable[int] = ()) -> bool:
@@ -154,7 +156,9 @@ class Loads:
 
     def make(self, name: str, offsets: Sequence[int], *, pack: int = 0, base: int = 0, urgent: bool = True) -> Load:
         reads = tuple(
-            PlannedRead(pack, offset, 4096, (PlannedSegment(32, 320, place * 256, 200, f"{name}.weight"),))
+            PlannedRead(
+                pack, "ab"[pack] + ".szp", offset, 4096, (PlannedSegment(32, 320, place * 256, 200, f"{name}.weight"),)
+            )
             for place, offset in enumerate(offsets)
         )
         plan = LayerPlan(name, (), 256, reads)

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from splitzip_aio.abc import SegmentPlacement
 from splitzip_aio.dispatch import Dispatcher
 from splitzip_aio.errors import CorruptDataError
 from splitzip_aio.loading import FilledSlot, Load
@@ -26,7 +25,7 @@ class Rig:
         self.arena = FakeArena()
         self.loads = Loads()
         self.input, source = anyio.create_memory_object_stream[FilledSlot](len(ring.slots))
-        self.dispatcher = Dispatcher(self.arena, ring, ["a.szp"], source)
+        self.dispatcher = Dispatcher(self.arena, ring, source)
 
     def feed(self, load: Load) -> FilledSlot:
         slot = self.ring.acquire_nowait()
@@ -51,16 +50,13 @@ async def running(ring: StagingRing) -> AsyncIterator[Rig]:
             yield rig
 
 
-async def test_segments_go_to_their_place_in_the_layers_range(ring: StagingRing) -> None:
+async def test_reads_go_to_the_layers_range(ring: StagingRing) -> None:
     async with running(ring) as rig:
         rig.arena.gate.open = True
         load = rig.loads.make("one", [0, 8192], base=1024)
         rig.feed(load)
         rig.feed(load)
-    assert rig.arena.uploads == [
-        [SegmentPlacement(32, 320, 1024, 200, "tensor 'one.weight', a.szp at offset 32")],
-        [SegmentPlacement(32, 320, 1280, 200, "tensor 'one.weight', a.szp at offset 8224")],
-    ]
+    assert rig.arena.uploads == [(read, 1024) for read in load.plan.reads]
     assert rig.loads.settled == ["one"]
     assert (rig.dispatcher.wire_bytes, rig.dispatcher.decoded_bytes) == (640, 400)
     assert ring.statistics().free == 3

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from splitzip_aio.abc import PlannedRead
 from splitzip_aio.cache import Entry
 from splitzip_aio.errors import InvalidArgumentError, UnknownLayerError
-from splitzip_aio.plan import ExecutionPlan, PlannedRead, largest_read_bytes
+from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 
 MANY = 1 << 31
+
+
+PACKS = [f"{number:05}.szp" for number in range(4)]
 
 
 def entry(
@@ -37,7 +41,7 @@ def entry(
 
 
 def plan(*entries: Entry, slot_bytes: int = 1 << 20, max_segments: int = MANY) -> ExecutionPlan:
-    return ExecutionPlan(entries, slot_bytes=slot_bytes, max_segments=max_segments)
+    return ExecutionPlan(entries, packs=PACKS, slot_bytes=slot_bytes, max_segments=max_segments)
 
 
 def places(read: PlannedRead) -> list[tuple[int, int]]:
@@ -95,10 +99,12 @@ def test_layers_are_in_the_order_of_their_first_tensors() -> None:
 
 def test_layer_of_overrides_the_cache() -> None:
     entries = [entry("a.x", [160]), entry("b.x", [160])]
-    grouped = ExecutionPlan(entries, slot_bytes=4096, max_segments=9, layer_of=lambda name: name.split(".")[1])
+    grouped = ExecutionPlan(
+        entries, packs=PACKS, slot_bytes=4096, max_segments=9, layer_of=lambda name: name.split(".")[1]
+    )
     assert grouped.layers == ("x",)
     with pytest.raises(InvalidArgumentError, match=r"layer_of.*'a\.x'.*7"):
-        ExecutionPlan(entries, slot_bytes=4096, max_segments=9, layer_of=lambda name: 7)
+        ExecutionPlan(entries, packs=PACKS, slot_bytes=4096, max_segments=9, layer_of=lambda name: 7)
 
 
 def test_unknown_layer_names_what_there_is() -> None:
@@ -128,7 +134,7 @@ def caches(draw: st.DrawFn) -> list[Entry]:
 @given(cache=caches(), slack=st.integers(0, 5), max_segments=st.integers(1, 9))
 def test_every_segment_is_read_once_and_whole(cache: list[Entry], slack: int, max_segments: int) -> None:
     slot_bytes = max(largest_read_bytes(cache), 4096) + slack * 4096
-    planned = ExecutionPlan(cache, slot_bytes=slot_bytes, max_segments=max_segments)
+    planned = ExecutionPlan(cache, packs=PACKS, slot_bytes=slot_bytes, max_segments=max_segments)
     for name in planned.layers:
         layer = planned.layer(name)
         read = []

@@ -27,7 +27,7 @@ class Rig:
         self.loads = Loads()
         send, self.output = anyio.create_memory_object_stream[FilledSlot](len(ring.slots))
         files = [FakeFile("a.szp", 10 * PAGE_BYTES), None]
-        self.prefetcher = Prefetcher(self.driver, ring, files, ["a.szp", "b.szp"], send)
+        self.prefetcher = Prefetcher(self.driver, ring, files, send)
 
     async def next(self) -> FilledSlot:
         with anyio.fail_after(2):
@@ -90,7 +90,8 @@ async def test_urgent_loads_overtake_those_that_are_read_ahead(ring: StagingRing
         rig.driver.gate.let(1)
         rig.prefetcher.close()
         await drain(rig.output, ring)
-    assert rig.driver.gate.arrived == [0, 4096, 20480, 8192, 12288, 16384]
+    assert rig.driver.gate.arrived[:3] == [0, 4096, 20480]
+    assert sorted(rig.driver.gate.arrived[3:]) == [8192, 12288, 16384]  # trio starts in any order what may start
     assert [offset for offset, urgent in rig.driver.urgent.items() if urgent] == [20480]
 
 

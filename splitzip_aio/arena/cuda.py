@@ -6,24 +6,28 @@ A slot is copied to a landing buffer on the *copy stream*, and decoded from ther
     copy stream      wait(landing buffer is read) ▶ copy slot ▶ record(copied)          copied: the slot is free
     upload stream    wait(copied) ▶ decode, one launch ▶ copy checksums back ▶ record(ready)
 
-So the next slot is copied while this one is decoded. The host waits for both events off the event loop, compares
-the checksums, and only then is anything handed out.
+So the next slot is copied while this one is decoded. The event loop asks for both events now and then, compares the
+checksums, and only then is anything handed out.
+
+What a read's headers say is checked when it comes by for the first time, and the decode table made of it is kept. Later
+on the device goes by that table: whatever the slot then holds, nothing is read or written out of range, and wrong bytes
+fail their checksum.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from splitzip_aio.abc import Fence, SegmentPlacement, StageTrace
+from splitzip_aio.abc import Fence, PlannedRead, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
+from splitzip_aio.arena.events import EventPoller
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
@@ -86,10 +90,9 @@ class CudaArena(BufferArena):
             stream.wait_stream(torch.cuda.current_stream(device))
         self._verdicts: list[torch.Tensor] = []
         self._clock: _DeviceClock | None = None
-        # One thread for each stream, and not anyio's: user code that fills those must not stop streaming.
-        self._limiter = anyio.CapacityLimiter(2)
-        self._copies = anyio.Lock()
-        self._decodes = anyio.Lock()
+        self._address = self.buffer.data_ptr()
+        self._tables: dict[PlannedRead, SlotTable] = {}  # a read's headers are examined once
+        self._events = EventPoller()
 
     @staticmethod
     def table_bytes(payload_bytes: int) -> int:
@@ -99,26 +102,27 @@ class CudaArena(BufferArena):
     async def upload(
         self,
         memory: memoryview,
-        payload_bytes: int,
-        segments: Sequence[SegmentPlacement],
+        read: PlannedRead,
+        base: int,
         *,
         drained: Callable[[], None],
         trace: StageTrace | None = None,
     ) -> Fence | None:
         """Decode the segments of a slot into the arena and check them; see ``splitzip_aio.abc.Arena.upload``."""
-        try:
-            upload = self._begin(memory, payload_bytes, segments, timed=trace is not None)
-            await self._reach(upload.copied, self._copies)
-        finally:
-            drained()
-        await self._reach(upload.ready, self._decodes)
+        with anyio.CancelScope(shield=True):  # the device uses the slot, and then its verdict is not known
+            try:
+                upload = self._begin(memory, read, base, timed=trace is not None)
+                await self._events.reach(upload.copied)
+            finally:
+                drained()
+            await self._events.reach(upload.ready)
         if trace is not None:
             self._report(upload, trace)
-        found = upload.verdict[: len(segments)].numpy().view(np.uint64).copy()
+        found = upload.verdict[: len(read.segments)].numpy().view(np.uint64).copy()
         self._verdicts.append(upload.verdict)
         for place in upload.table.failures(found):
             raise CorruptDataError(
-                f"{segments[place].where}: decoded bytes have checksum {found[place]:016x}, expected "
+                f"{read.where(place)}: decoded bytes have checksum {found[place]:016x}, expected "
                 f"{upload.table.checksums[place]:016x}; rebuild the cache"
             )
         return upload.ready
@@ -134,48 +138,44 @@ class CudaArena(BufferArena):
         if self._buffer is None:
             return
         with anyio.CancelScope(shield=True):
+            limiter = anyio.CapacityLimiter(1)  # user code that fills anyio's default one must not stop this
             for stream in (self._copy_stream, self._upload_stream):
-                await anyio.to_thread.run_sync(stream.synchronize, limiter=self._limiter)
+                await anyio.to_thread.run_sync(stream.synchronize, limiter=limiter)
         self._buffer = None
         self._landing.clear()
         self._verdicts.clear()
+        self._tables.clear()
 
-    def _begin(
-        self, memory: memoryview, payload_bytes: int, segments: Sequence[SegmentPlacement], *, timed: bool
-    ) -> _Upload:
-        """Check the headers, complete the slot by its table, and give copy and decode to the streams."""
+    def _begin(self, memory: memoryview, read: PlannedRead, base: int, *, timed: bool) -> _Upload:
+        """Complete the slot by its table, and give copy and decode to the streams."""
         if timed and self._clock is None:
             self._clock = _DeviceClock(self._copy_stream)
-        destinations = np.array([segment.destination for segment in segments])
-        headers = _checked_headers(memory[:payload_bytes], segments, destinations)
-        sources = [segment.source for segment in segments]
-        table = SlotTable.build(headers, sources, self.buffer.data_ptr() + destinations, memory[payload_bytes:])
+        table = self._tables.get(read)
+        if table is None:
+            table = self._tables[read] = _table(memory[: read.nbytes], read)
+        table.write(memory[read.nbytes :], self._address + base)
         landing = self._landing[self._next_landing]
         self._next_landing = (self._next_landing + 1) % len(self._landing)
-        copy_start, copied = self._copy(landing, memory[: payload_bytes + table.nbytes], timed=timed)
+        copied, ready = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
+        starts = None
+        source = torch.frombuffer(memory, dtype=torch.uint8, count=read.nbytes + table.nbytes)
         verdict = self._verdicts.pop() if self._verdicts else _new_verdict()
-        with torch.cuda.stream(self._upload_stream):
-            copied.wait()
-            decode_start = _start(timed=timed)
-            results = self._decoder.decode_slot(landing.buffer, payload_bytes, table)
-            verdict[: len(segments)].copy_(results, non_blocking=True)
-            landing.read = torch.cuda.Event(blocking=True, enable_timing=timed)
-            landing.read.record()
-        starts = None if copy_start is None or decode_start is None else (copy_start, decode_start)
-        return _Upload(table, verdict, copied, landing.read, starts)
-
-    def _copy(
-        self, landing: _Landing, memory: memoryview, *, timed: bool
-    ) -> tuple[torch.cuda.Event | None, torch.cuda.Event]:
-        source = torch.frombuffer(memory, dtype=torch.uint8)
-        copied = torch.cuda.Event(blocking=True, enable_timing=timed)
-        with torch.cuda.stream(self._copy_stream):
+        with torch.cuda.stream(self._copy_stream):  # whoever looks up the current stream takes microseconds for it
             if landing.read is not None:
-                landing.read.wait()
-            start = _start(timed=timed)
-            landing.buffer[: len(memory)].copy_(source, non_blocking=True)
-            copied.record()
-        return start, copied
+                landing.read.wait(self._copy_stream)
+            if timed:
+                starts = _now_on(self._copy_stream), torch.cuda.Event(enable_timing=True)
+            landing.buffer[: source.numel()].copy_(source, non_blocking=True)
+            copied.record(self._copy_stream)
+            torch.cuda.set_stream(self._upload_stream)
+            copied.wait(self._upload_stream)
+            if starts is not None:
+                starts[1].record(self._upload_stream)
+            results = self._decoder.decode_slot(landing.buffer, read.nbytes, table)
+            verdict[: len(read.segments)].copy_(results, non_blocking=True)
+            ready.record(self._upload_stream)
+        landing.read = ready
+        return _Upload(table, verdict, copied, ready, starts)
 
     def _report(self, upload: _Upload, trace: StageTrace) -> None:
         """Say when a finished upload was copied and decoded."""
@@ -183,17 +183,6 @@ class CudaArena(BufferArena):
             copy_start, decode_start = upload.starts
             trace(Stage.COPY, self._clock.seconds(copy_start), self._clock.seconds(upload.copied))
             trace(Stage.DECODE, self._clock.seconds(decode_start), self._clock.seconds(upload.ready))
-
-    async def _reach(self, event: torch.cuda.Event, turn: anyio.Lock) -> None:
-        """Wait until the device gets to ``event``, whatever comes: it uses the slot, or its verdict is not known.
-
-        Events of a stream fire in order, so one task at a time waits in a thread; those behind it mostly find theirs
-        fired when their turn comes.
-        """
-        with anyio.CancelScope(shield=True):
-            async with turn:
-                if not event.query():
-                    await anyio.to_thread.run_sync(event.synchronize, limiter=self._limiter)
 
     def _wait_before_reuse(self, fences: Iterable[Fence]) -> None:
         with torch.cuda.stream(self._upload_stream):
@@ -214,38 +203,35 @@ class _DeviceClock:
         return self._base_s + float(self._base.elapsed_time(event)) / 1e3
 
 
-def _start(*, timed: bool) -> torch.cuda.Event | None:
-    """An event on the current stream, before what comes next on it; None where nobody wants to know."""
-    if not timed:
-        return None
+def _now_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A timed event on a stream, before what comes next on it."""
     event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event.record(stream)
     return event
 
 
-def _checked_headers(
-    memory: memoryview, segments: Sequence[SegmentPlacement], destinations: NDArray[np.int64]
-) -> SegmentHeaders:
-    """Headers of a slot's segments, which decode to what is expected, where a GPU can write."""
-    headers = SegmentHeaders.parse(
-        memory,
-        [segment.source for segment in segments],
-        [segment.nbytes for segment in segments],
-        where=lambda place: segments[place].where,
-    )
+def _table(memory: memoryview, read: PlannedRead) -> SlotTable:
+    """The table of a slot whose headers are right, and whose segments decode to what is expected where a GPU can write.
+
+    Destinations count from the start of the layer's range.
+    """
+    segments = read.segments
+    sources = [segment.source for segment in segments]
+    headers = SegmentHeaders.parse(memory, sources, [segment.nbytes for segment in segments], where=read.where)
     expected = np.array([segment.decoded_bytes for segment in segments])
     found = headers.fields["decoded_bytes"]
     for place in np.flatnonzero(found != expected).tolist():
         raise CorruptDataError(
-            f"{segments[place].where}: segment decodes to {found[place]} bytes, expected {expected[place]}; "
+            f"{read.where(place)}: segment decodes to {found[place]} bytes, expected {expected[place]}; "
             "rebuild the cache"
         )
+    destinations = np.array([segment.destination for segment in segments])
     for place in np.flatnonzero(destinations % _DESTINATION_ALIGN).tolist():
         raise UnsupportedError(
-            f"{segments[place].where}: a GPU decodes to multiples of {_DESTINATION_ALIGN} bytes, and this segment goes "
+            f"{read.where(place)}: a GPU decodes to multiples of {_DESTINATION_ALIGN} bytes, and this segment goes "
             f"to {destinations[place]}; rebuild the cache with segments of a multiple of {_DESTINATION_ALIGN} elements"
         )
-    return headers
+    return SlotTable.of(headers, sources, destinations)
 
 
 def _device_bytes(nbytes: int, device: torch.device, option: str) -> torch.Tensor:

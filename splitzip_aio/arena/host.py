@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitzip_aio.abc import Fence, SegmentPlacement, StageTrace
+from splitzip_aio.abc import Fence, PlannedRead, PlannedSegment, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
 from splitzip_aio.codec.cpu import decode_segment
 from splitzip_aio.errors import CorruptDataError
@@ -58,24 +58,22 @@ class HostArena(BufferArena):
     async def upload(
         self,
         memory: memoryview,
-        payload_bytes: int,
-        segments: Sequence[SegmentPlacement],
+        read: PlannedRead,
+        base: int,
         *,
         drained: Callable[[], None],
         trace: StageTrace | None = None,
     ) -> Fence | None:
         """Decode the segments of a slot into the arena and check them; see ``splitzip_aio.abc.Arena.upload``."""
-        batches = list(enumerate(_batches(segments)))
+        batches = list(_batches(read.segments))
         waiting = iter(batches)
         shares: list[_Share] = []
 
         async def decode() -> None:
-            shares.append(
-                await anyio.to_thread.run_sync(_decode, memory, payload_bytes, target, waiting, limiter=self._limiter)
-            )
+            shares.append(await anyio.to_thread.run_sync(_decode, memory, read, target, waiting, limiter=self._limiter))
 
         try:
-            target = self.buffer.numpy()
+            target = self.buffer.numpy()[base:]
             # As long as slots keep every thread busy, each has one; else idle threads help.
             helpers = min(len(batches), int(self._limiter.available_tokens)) - 1
             if helpers > 0:
@@ -104,21 +102,21 @@ class HostArena(BufferArena):
         self._buffer = None
 
 
-def _batches(segments: Sequence[SegmentPlacement]) -> Iterator[Sequence[SegmentPlacement]]:
-    """Runs of neighbours that decode to ``_BATCH_BYTES`` or more; the last may be shorter."""
+def _batches(segments: Sequence[PlannedSegment]) -> Iterator[range]:
+    """Indices of neighbours that decode to ``_BATCH_BYTES`` or more; the last may be fewer."""
     start = size = 0
     for stop, segment in enumerate(segments, 1):
         size += segment.decoded_bytes
         if size >= _BATCH_BYTES:
-            yield segments[start:stop]
+            yield range(start, stop)
             start, size = stop, 0
     if start < len(segments):
-        yield segments[start:]
+        yield range(start, len(segments))
 
 
 @dataclass(slots=True)
 class _Share:
-    """What one thread did of a slot: when, and the first error, in batch number ``place``."""
+    """What one thread did of a slot: when, and the first error, in segment number ``place``."""
 
     begin_s: float
     end_s: float = 0.0
@@ -126,24 +124,20 @@ class _Share:
     error: CorruptDataError | None = None
 
 
-def _decode(
-    memory: memoryview,
-    payload_bytes: int,
-    target: NDArray[np.uint8],
-    waiting: Iterator[tuple[int, Sequence[SegmentPlacement]]],
-) -> _Share:
+def _decode(memory: memoryview, read: PlannedRead, target: NDArray[np.uint8], waiting: Iterator[range]) -> _Share:
     """Take batches and decode them until none waits, in this thread; several share ``waiting``.
 
     An error is returned: raised, it would cancel the waits for the other threads, which go on.
     """
     share = _Share(time.perf_counter())
-    payload = np.frombuffer(memory, np.uint8, count=payload_bytes)
+    payload = np.frombuffer(memory, np.uint8, count=read.nbytes)
     try:
-        for share.place, batch in waiting:
-            for segment in batch:
+        for batch in waiting:
+            for share.place in batch:
+                segment = read.segments[share.place]
                 source = payload[segment.source : segment.source + segment.nbytes]
                 out = target[segment.destination : segment.destination + segment.decoded_bytes]
-                decode_segment(source, out, where=segment.where)
+                decode_segment(source, out, where=read.where(share.place))
     except CorruptDataError as error:
         share.error = error.with_traceback(None)  # which would keep views of the slot
     share.end_s = time.perf_counter()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from splitzip_aio.codec.formats import ElementFormat
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.launch import KernelLauncher
 from splitzip_aio.codec.layout import SEGMENT_ALIGN, TILE_ELEMENTS
@@ -87,6 +88,9 @@ class GpuSplitZipDecoder:
         self._kernel: Any = decode_slot_kernel
         self._checksum = checksum
         self._launcher = KernelLauncher()
+        self._kinds: dict[
+            tuple[ElementFormat, Schedule | None, bool], tuple[dict[str, bool | int], dict[str, int]]
+        ] = {}
 
     def decode_slot(self, slot: torch.Tensor, table_offset: int, table: SlotTable) -> torch.Tensor:
         """Decode every segment of ``slot`` to the destinations in its table, on the current stream.
@@ -167,19 +171,28 @@ class GpuSplitZipDecoder:
 
     def _launch(self, slot: torch.Tensor, table_offset: int, table: SlotTable, launch: Launch) -> None:
         offsets = table_offset, table_offset + table.results, table_offset + table.tiles + 4 * launch.first
-        widths = (*(launch.schedule.widths if launch.schedule else ()), 0, 0, 0, 0)
-        ptx = slot.is_cuda and torch.version.hip is None
-        constants = {
-            "MIXED": launch.schedule is None,
-            "FORMAT": launch.fmt.code,
-            **{f"W{tier}": widths[tier] for tier in range(4)},
-            "TILE": TILE_ELEMENTS,
-            "TOP16_TILE": TOP16_TILE_ELEMENTS,
-            "CHECK": self._checksum,
-            "PTX": ptx,
-        }
-        options = {"maxnreg": _registers(launch.schedule)} if ptx else {}
+        constants, options = self._settings(launch, slot)
         self._launcher.launch(self._kernel, launch.tiles, (slot, *offsets), constants, **options)
+
+    def _settings(self, launch: Launch, slot: torch.Tensor) -> tuple[dict[str, bool | int], dict[str, int]]:
+        """Constants and compiler options of a launch, made once for each kind."""
+        kind = launch.fmt, launch.schedule, slot.is_cuda
+        settings = self._kinds.get(kind)
+        if settings is None:
+            widths = (*(launch.schedule.widths if launch.schedule else ()), 0, 0, 0, 0)
+            ptx = slot.is_cuda and torch.version.hip is None
+            constants = {
+                "MIXED": launch.schedule is None,
+                "FORMAT": launch.fmt.code,
+                **{f"W{tier}": widths[tier] for tier in range(4)},
+                "TILE": TILE_ELEMENTS,
+                "TOP16_TILE": TOP16_TILE_ELEMENTS,
+                "CHECK": self._checksum,
+                "PTX": ptx,
+            }
+            options = {"maxnreg": _registers(launch.schedule)} if ptx else {}
+            settings = self._kinds[kind] = constants, options
+        return settings
 
 
 def _registers(schedule: Schedule | None) -> int:

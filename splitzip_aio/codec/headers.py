@@ -16,14 +16,23 @@ import xxhash
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import RAW, ElementFormat, format_from_code
-from splitzip_aio.codec.layout import HEADER_BYTES, MAX_SEGMENT_ELEMENTS, TILE_ELEMENTS
+from splitzip_aio.codec.layout import (
+    HEADER_BYTES,
+    MAX_SEGMENT_ELEMENTS,
+    SEGMENT_ALIGN,
+    TAIL_SLACK,
+    TILE_ELEMENTS,
+    align,
+)
 from splitzip_aio.codec.payload import MAGIC, VERSION, parse_header, schedule_from_bytes
-from splitzip_aio.codec.schedule import MAX_DEPTH, Schedule
+from splitzip_aio.codec.schedule import MAX_DEPTH, Method, Schedule
 from splitzip_aio.errors import CorruptDataError
 
-__all__ = ["Coding", "SegmentHeaders"]
+__all__ = ["CODEBOOKS_AT", "Coding", "SegmentHeaders"]
 
 _CHECKED_BYTES = HEADER_BYTES - 8
+_EVERY_BYTE = np.arange(HEADER_BYTES)
+CODEBOOKS_AT = 72
 _HEADER = np.dtype(
     [
         ("magic", "S4"),
@@ -47,27 +56,42 @@ _HEADER = np.dtype(
         ("header_checksum", "<u8"),
     ]
 )
-_PLACES = ("low", "high", "codes", "index", "tail", "segment_bytes")
 _TILE_LOG2 = TILE_ELEMENTS.bit_length() - 1
+_FIXED = np.frombuffer(MAGIC + VERSION.to_bytes(2, "little") + bytes([_TILE_LOG2]) + bytes(15), np.uint8)
+_FIXED_AT = np.r_[0:6, 136:152]
+_CODING = slice(6, 12)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Coding:
-    """A format and a schedule, and the codebook bytes of a header that this schedule leaves unused."""
+    """A format and a schedule, and the bytes of a header's codebooks that this schedule leaves unused."""
 
     fmt: ElementFormat
     schedule: Schedule
-    unused: NDArray[np.bool_]
+    unused: NDArray[np.intp]
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - codings are few, and kept for good themselves
+    def offsets(self, elements: int) -> tuple[int, int, int, int, int]:
+        """Where the parts of a segment of ``elements`` elements start: low, high, codes, index, tail."""
+        places = self.schedule.layout(self.fmt, elements, 0)
+        return places.low, places.high, places.codes, places.index, places.tail
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeaders:
     """Headers of (segments,) segments, all valid.
 
-    ``fields`` has a column for each field of a header; ``groups`` maps each coding to the indices of its segments.
+    Attributes:
+        heads: their bytes, (segments, 160) uint8.
+        numbers: (segments, 9) int64: elements, decoded bytes, segment bytes, offsets of low, high, codes, index and
+            tail, escapes.
+        tail_bits: (segments,) int64.
+        groups: for each coding, the indices of its segments.
     """
 
-    fields: NDArray[np.void]
+    heads: NDArray[np.uint8]
+    numbers: NDArray[np.int64]
+    tail_bits: NDArray[np.int64]
     groups: dict[Coding, NDArray[np.intp]]
 
     @classmethod
@@ -90,17 +114,51 @@ class SegmentHeaders:
         contents = np.frombuffer(memory, np.uint8)
         if not (starts.size and starts.min() >= 0 and (starts + np.maximum(room, HEADER_BYTES)).max() <= contents.size):
             raise _failure(contents, starts, room, where)
-        heads = contents[starts[:, None] + np.arange(HEADER_BYTES)]
-        fields = heads.view(_HEADER)[:, 0]
-        groups = _groups(fields)
-        if groups is None or not (
-            _sealed(heads, fields) and all(_fits(fields, room, *item) for item in groups.items())
-        ):
+        heads = contents[starts[:, None] + _EVERY_BYTE]
+        groups = _groups(heads)
+        if groups is None or (heads[:, _FIXED_AT] != _FIXED).any():
             raise _failure(contents, starts, room, where)
-        return cls(fields, groups)
+        headers = cls(heads, heads.view("<u4")[:, 3:12].astype(np.int64), heads.view("<i8")[:, 6], groups)
+        if not all(headers._fit(room, coding, members) for coding, members in groups.items()):
+            raise _failure(contents, starts, room, where)
+        return headers
 
     def __len__(self) -> int:
-        return int(self.fields.size)
+        return len(self.heads)
+
+    @property
+    def fields(self) -> NDArray[np.void]:
+        """(segments,) headers, field by field."""
+        return self.heads.view(_HEADER)[:, 0]
+
+    @property
+    def checksums(self) -> NDArray[np.uint64]:
+        """(segments,) checksums of the decoded bytes."""
+        return self.heads.view("<u8")[:, 7].copy()
+
+    def _fit(self, room: NDArray[np.int64], coding: Coding, members: NDArray[np.intp]) -> bool:
+        """Whether the counts and offsets of these headers agree with each other and with the bytes that are there."""
+        fmt, schedule = coding.fmt, coding.schedule
+        some = self.numbers if len(self.groups) == 1 else self.numbers[members]
+        heads = self.heads if len(self.groups) == 1 else self.heads[members]
+        tail_bits, room = (self.tail_bits, room) if len(self.groups) == 1 else (self.tail_bits[members], room[members])
+        elements, decoded, segment_bytes, tail, escapes = some[:, 0], some[:, 1], some[:, 2], some[:, 7], some[:, 8]
+        limit = MAX_SEGMENT_ELEMENTS * (4 if fmt == RAW else 1)
+        if elements.min() < 1 or elements.max() > limit or tail_bits.min() < 0 or tail_bits.max() >= 1 << 62:
+            return False
+        least, most = schedule.tail_bounds(elements, escapes)
+        stored = schedule.method is Method.STORED
+        end = tail if stored else tail + ((tail_bits + 31) >> 5) * 4 + TAIL_SLACK
+        right = (
+            (some[:, 3:8] == [coding.offsets(count) for count in elements.tolist()]).all(axis=1)
+            & (segment_bytes == align(end, SEGMENT_ALIGN))
+            & (segment_bytes <= room)
+            & (decoded == elements * fmt.element_bytes)
+            & (escapes <= (elements if schedule.codebook_sizes else 0))
+            & (least <= tail_bits)
+            & (tail_bits <= most)
+        )
+        return bool(right.all()) and not heads[:, coding.unused].any()
 
 
 def _failure(
@@ -117,23 +175,15 @@ def _failure(
     )
 
 
-def _sealed(heads: NDArray[np.uint8], fields: NDArray[np.void]) -> bool:
-    """Whether what is the same in all headers is, and each passes its own checksum."""
-    fixed = (
-        (fields["magic"] == MAGIC)
-        & (fields["version"] == VERSION)
-        & (fields["tile_log2"] == _TILE_LOG2)
-        & ~fields["reserved"].any(axis=1)
-    )
-    found = [xxhash.xxh64_intdigest(head) for head in heads[:, :_CHECKED_BYTES].copy()]
-    return bool(fixed.all()) and found == fields["header_checksum"].tolist()
-
-
-def _groups(fields: NDArray[np.void]) -> dict[Coding, NDArray[np.intp]] | None:
-    """Indices of the segments of each coding; None if one is no coding at all."""
+def _groups(heads: NDArray[np.uint8]) -> dict[Coding, NDArray[np.intp]] | None:
+    """Indices of the segments of each coding; None if one is no coding, or a header fails its own checksum."""
     places: dict[bytes, list[int]] = {}
-    for place, key in enumerate(fields["coding"].tolist()):
-        places.setdefault(key, []).append(place)
+    contents = heads.tobytes()
+    for place, sealed in enumerate(heads.view("<u8")[:, 19].tolist()):
+        head = contents[place * HEADER_BYTES : place * HEADER_BYTES + _CHECKED_BYTES]
+        if xxhash.xxh64_intdigest(head) != sealed:
+            return None
+        places.setdefault(head[_CODING], []).append(place)
     groups = {}
     for key, members in places.items():
         coding = _coding(key)
@@ -152,27 +202,4 @@ def _coding(key: bytes) -> Coding | None:
     unused = np.ones((MAX_DEPTH, 16), np.bool_)
     for tier, size in enumerate(schedule.codebook_sizes):
         unused[tier, :size] = False
-    return Coding(fmt, schedule, unused.ravel())
-
-
-def _fits(fields: NDArray[np.void], room: NDArray[np.int64], coding: Coding, members: NDArray[np.intp]) -> bool:
-    """Whether the counts and offsets of these headers agree with each other and with the bytes that are there."""
-    some, fmt, schedule = fields[members], coding.fmt, coding.schedule
-    elements, escapes = some["elements"].astype(np.int64), some["escapes"].astype(np.int64)
-    limit = MAX_SEGMENT_ELEMENTS * (4 if fmt == RAW else 1)
-    if elements.min() < 1 or elements.max() > limit or some["tail_bits"].max() >= 1 << 62:
-        return False
-    tail_bits = some["tail_bits"].astype(np.int64)
-    least, most = schedule.tail_bounds(elements, escapes)
-    places = schedule.layout(fmt, elements, tail_bits)
-    ok = (
-        (escapes <= (elements if schedule.codebook_sizes else 0))
-        & (least <= tail_bits)
-        & (tail_bits <= most)
-        & (some["decoded_bytes"] == elements * fmt.element_bytes)
-        & (some["segment_bytes"] <= room[members])
-        & ~some["codebooks"][:, coding.unused].any(axis=1)
-    )
-    for name in _PLACES:
-        ok &= some[name] == getattr(places, name)
-    return bool(ok.all())
+    return Coding(fmt, schedule, CODEBOOKS_AT + np.flatnonzero(unused))

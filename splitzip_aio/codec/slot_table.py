@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import BF16, ElementFormat
-from splitzip_aio.codec.headers import Coding, SegmentHeaders
+from splitzip_aio.codec.headers import CODEBOOKS_AT, Coding, SegmentHeaders
 from splitzip_aio.codec.layout import TILE_ELEMENTS, align
 from splitzip_aio.codec.schedule import CANDIDATES, TOP16, Method, Schedule
 
@@ -53,6 +53,10 @@ _DESCRIPTOR = np.dtype(
 DESCRIPTOR_WORDS = {name: field[1] // 4 for name, field in (_DESCRIPTOR.fields or {}).items()}
 """Where each field of a descriptor starts, in words of 4 bytes; under ``words``, how many there are."""
 DESCRIPTOR_WORDS["words"] = _DESCRIPTOR.itemsize // 4
+_ELEMENTS, _CODING, _FIRST_TILE, _HIGH, _LAST_WORD, _DECODED_BYTES, _ESCAPES = (
+    DESCRIPTOR_WORDS[name]
+    for name in ("elements", "coding", "first_tile", "high", "last_word", "decoded_bytes", "escapes")
+)
 
 
 def table_capacity(slot_bytes: int) -> int:
@@ -76,13 +80,17 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class SlotTable:
-    """A slot's table: where its parts are, from the table's start, and what the checksums must come to."""
+    """A slot's table: where its parts are, from the table's start, and what the checksums must come to.
+
+    ``contents`` are its bytes, with destinations that count from an address given to ``write``.
+    """
 
     launches: tuple[Launch, ...]
     results: int
     tiles: int
     nbytes: int
     checksums: NDArray[np.uint64]
+    contents: NDArray[np.uint8]
 
     @classmethod
     def build(
@@ -92,41 +100,71 @@ class SlotTable:
         destinations: Sequence[int] | NDArray[np.int64],
         view: memoryview,
     ) -> SlotTable:
-        """Write the table of a slot's segments into ``view``.
+        """Make the table of a slot's segments, and write it into ``view``.
 
         ``sources`` are byte offsets in the slot, multiples of 32; ``destinations`` device addresses, multiples of 16.
         """
+        table = cls.of(headers, sources, destinations)
+        table.write(view, 0)
+        return table
+
+    @classmethod
+    def of(
+        cls,
+        headers: SegmentHeaders,
+        sources: Sequence[int] | NDArray[np.int64],
+        destinations: Sequence[int] | NDArray[np.int64],
+    ) -> SlotTable:
+        """Make the table of a slot's segments; ``destinations`` count from the address that ``write`` is given."""
+        descriptors = _descriptors(headers, sources, destinations)
+        words = descriptors.view("<i4").reshape(len(headers), -1)
         tiles = np.empty(len(headers), np.int64)
-        descriptors = np.zeros(len(headers), _DESCRIPTOR)
-        descriptors["source"] = sources
-        descriptors["destination"] = destinations
-        for name in ("elements", "high", "codes", "index", "tail", "decoded_bytes", "escapes", "codebooks"):
-            descriptors[name] = headers.fields[name]
-        last_words = (headers.fields["tail_bits"].astype(np.int64) - 1) // 32
-        descriptors["last_word"] = np.maximum(last_words, 0)
         for coding, members in headers.groups.items():
             standard = coding.schedule in CANDIDATES
-            descriptors["coding"][members] = CANDIDATES.index(coding.schedule) if standard else -1
-            tiles[members] = -(-headers.fields["decoded_bytes"][members].astype(np.int64) // _tile_bytes(coding))
+            words[members, _CODING] = CANDIDATES.index(coding.schedule) if standard else -1
+            tiles[members] = -(-headers.numbers[members, 1] // _tile_bytes(coding))
         owners, launches, first = [], [], 0
         for (fmt, schedule), members in _launches(headers).items():
-            stops = np.cumsum(tiles[members])
-            descriptors["first_tile"][members] = stops - tiles[members]
-            owners.append(np.repeat(members.astype("<i4"), tiles[members]))
+            stops = tiles[members].cumsum()
+            words[members, _FIRST_TILE] = stops - tiles[members]
+            owners.append(members.astype("<i4").repeat(tiles[members]))
             launches.append(Launch(fmt, schedule, first, int(stops[-1])))
             first += launches[-1].tiles
+        parts = [descriptors, np.zeros(len(headers), np.uint64), *owners]
+        contents = np.concatenate([part.view(np.uint8) for part in parts])
         results = descriptors.nbytes
-        owners_at = results + 8 * len(headers)
-        nbytes = owners_at + 4 * first
-        table = np.frombuffer(view, np.uint8)
-        table[:results] = descriptors.view(np.uint8)
-        table[results:owners_at] = 0
-        table[owners_at:nbytes] = np.concatenate(owners).view(np.uint8)
-        return cls(tuple(launches), results, owners_at, nbytes, headers.fields["checksum"].copy())
+        tiles_at = results + 8 * len(headers)
+        return cls(tuple(launches), results, tiles_at, contents.size, headers.checksums, contents)
+
+    def write(self, view: memoryview, address: int) -> None:
+        """Write the table into ``view``, for segments that are decoded to where ``address`` is the start."""
+        table = np.frombuffer(view, np.uint8, count=self.nbytes)
+        table[:] = self.contents
+        table[: self.results].view(_DESCRIPTOR)["destination"] += address
 
     def failures(self, results: NDArray[np.uint64]) -> list[int]:
         """Indices of the segments whose checksum, from the device, is not what their header says."""
         return np.flatnonzero(results != self.checksums).tolist()
+
+
+def _descriptors(
+    headers: SegmentHeaders,
+    sources: Sequence[int] | NDArray[np.int64],
+    destinations: Sequence[int] | NDArray[np.int64],
+) -> NDArray[np.void]:
+    """(segments,) descriptors, but for what depends on the coding."""
+    numbers = headers.numbers
+    descriptors = np.zeros(len(headers), _DESCRIPTOR)
+    descriptors["source"] = sources
+    descriptors["destination"] = destinations
+    words = descriptors.view("<i4").reshape(len(headers), -1)
+    words[:, _ELEMENTS] = numbers[:, 0]
+    words[:, _HIGH : _HIGH + 4] = numbers[:, 4:8]  # high, codes, index, tail
+    words[:, _LAST_WORD] = np.maximum((headers.tail_bits - 1) >> 5, 0)
+    words[:, _DECODED_BYTES] = numbers[:, 1]
+    words[:, _ESCAPES] = numbers[:, 8]
+    descriptors["codebooks"] = headers.heads[:, CODEBOOKS_AT : CODEBOOKS_AT + 64]
+    return descriptors
 
 
 def _tile_bytes(coding: Coding) -> int:

@@ -40,25 +40,35 @@ class HostTier:
         self._limiter = anyio.CapacityLimiter(_COPIES_AT_ONCE)
         self._holds: set[HostHold] = set()
 
-    async def bring(
-        self, key: Hashable, buffer: memoryview, nbytes: int, read: Callable[[], Awaitable[None]]
-    ) -> HostHold | None:
-        """Bring an extent of ``nbytes`` bytes, from the cache if it is there, else by ``read``, which fills ``buffer``.
-
-        Returns:
-            A hold, to be released, on memory with the extent and room for a table; None if it is in ``buffer``.
-        """
-        payload = buffer[:nbytes]
+    def find(self, key: Hashable, nbytes: int) -> HostHold | None:
+        """A hold, to be released, on an extent of ``nbytes`` bytes; None if the cache does not have it."""
         hold = self.cache.find(key, nbytes)
         if hold is not None:
             self._own(hold)
+            self.hit_bytes += nbytes
+        return hold
+
+    def at_hand(self, hold: HostHold, nbytes: int) -> bool:
+        """Whether the room for a table behind the extent is the caller's from now on, and nothing else is to be done.
+
+        If not, ``bring`` the extent.
+        """
+        return self.cache.swept and hold.claim(self._table_bytes(nbytes))
+
+    async def bring(
+        self, key: Hashable, payload: memoryview, hold: HostHold | None, read: Callable[[], Awaitable[None]]
+    ) -> HostHold | None:
+        """Bring an extent: one that was found by a ``hold``, else by ``read``, which fills ``payload``.
+
+        Returns:
+            A hold, to be released, on memory with the extent and room for a table; None if it is in ``payload``.
+        """
         if not self.cache.swept:
             await self._in_thread(self.cache.sweep)
         if hold is None:
             await read()
             return await self._keep(key, payload)
-        self.hit_bytes += nbytes
-        if hold.claim(self._table_bytes(nbytes)):
+        if hold.claim(self._table_bytes(len(payload))):
             return hold
         try:
             await self._in_thread(lambda: _copy(payload, hold.memory))

@@ -159,8 +159,13 @@ def _assemble(
         slots, payload_bytes = split_ring(
             options.ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=kind.table_bytes
         )
+        packs = [str(opened.pack_path(number)) for number in range(len(opened.manifest.packs))]
         plan = ExecutionPlan(
-            entries, slot_bytes=payload_bytes, max_segments=kind.max_segments, layer_of=options.layer_of
+            entries,
+            packs=packs,
+            slot_bytes=payload_bytes,
+            max_segments=kind.max_segments,
+            layer_of=options.layer_of,
         )
         forecast = Forecast(plan.layers, order=options.order)
         ring = resources.enter_context(
@@ -173,10 +178,9 @@ def _assemble(
         buffers = [slot.payload for slot in ring.slots]
         reader = options.driver(buffers) if callable(options.driver) else open_driver(options.driver, buffers=buffers)
         resources.push_async_exit(reader)
-        packs = tuple(str(opened.pack_path(number)) for number in range(len(opened.manifest.packs)))
         files = [_open_pack(opened, number, reader, options.io, resources) for number in range(len(packs))]
     fallbacks = (*fallbacks, *_fallbacks(ring, reader, files, options.io))
-    return Parts(plan, forecast, ring, reader, files, packs, arena, tier, options.timeline, fallbacks)
+    return Parts(plan, forecast, ring, reader, files, arena, tier, options.timeline, fallbacks)
 
 
 def _choose_host_cache(shared: HostCache | None, own_bytes: int) -> HostCache | int:

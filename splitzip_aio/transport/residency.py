@@ -146,6 +146,12 @@ class Residency:
         self._admit()
         self._load_ahead()
 
+    def evict(self) -> None:
+        """Let go of every layer that is resident and that nobody holds."""
+        for occupant in self._idle():
+            self._retire(occupant)
+            self._evictions += 1
+
     def close(self, error: TransportError) -> None:
         """Give up everything: who waits gets ``error``, and reads in flight are left to end."""
         self._waiting.clear()

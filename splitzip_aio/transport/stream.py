@@ -42,7 +42,6 @@ class Parts:
     ring: StagingRing
     driver: ReadDriver
     files: Sequence[PackSource | None]
-    packs: Sequence[str]
     arena: Arena
     tier: HostTier | None
     timeline: Timeline | None
@@ -60,10 +59,8 @@ class Transport:
         self._token = current_token()
         self._clock = StageClock(parts.timeline)
         send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
-        self._prefetcher = Prefetcher(
-            parts.driver, parts.ring, parts.files, parts.packs, send, tier=parts.tier, clock=self._clock
-        )
-        self._dispatcher = Dispatcher(parts.arena, parts.ring, parts.packs, receive, clock=self._clock)
+        self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, send, tier=parts.tier, clock=self._clock)
+        self._dispatcher = Dispatcher(parts.arena, parts.ring, receive, clock=self._clock)
         self._residency = Residency(
             parts.arena,
             parts.plan,
@@ -114,6 +111,14 @@ class Transport:
             raise
         ended = self._clock.lease(layer, occupant.plan.nbytes)
         return Lease(occupant, self._parts.arena, self._residency, ended=ended)
+
+    def evict(self) -> None:
+        """Let go of every layer that is resident and that nobody holds; whoever wants one has it brought anew.
+
+        The arena keeps its memory. For measurements, and for who has written to tensors and wants the stored ones back.
+        """
+        self._check_usable()
+        self._residency.evict()
 
     def statistics(self) -> TransportStatistics:
         """A snapshot of what the transport is doing and has done."""

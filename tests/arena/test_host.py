@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from splitzip_aio.abc import SegmentPlacement
+from splitzip_aio.abc import PlannedRead, PlannedSegment
 from splitzip_aio.arena import HostArena
 from splitzip_aio.codec.cpu import encode_segment, histogram
 from splitzip_aio.codec.formats import BF16, RAW
@@ -40,14 +40,18 @@ class Filled:
         source = destination = 0
         for number, (segment, data) in enumerate(zip(segments, self.data, strict=True)):
             destination += 256
-            self.placements.append(SegmentPlacement(source, segment.size, destination, data.size, f"number {number}"))
+            self.placements.append(
+                PlannedSegment(source, segment.size, destination - 256, data.size, f"number {number}")
+            )
             source += segment.size
             destination += -(-data.size // 256) * 256
         self.end = destination
 
-    async def upload(self, arena: HostArena) -> list[str]:
-        freed: list[str] = []
-        await arena.upload(self.memory, len(self.memory), self.placements, drained=lambda: freed.append("drained"))
+    async def upload(self, arena: HostArena, freed: list[str] | None = None) -> list[str]:
+        """Upload to offset 256; what was called back."""
+        freed = [] if freed is None else freed
+        read = PlannedRead(0, "a.szp", 0, len(self.memory), tuple(self.placements))
+        await arena.upload(self.memory, read, 256, drained=lambda: freed.append("drained"))
         return freed
 
 
@@ -63,7 +67,7 @@ async def test_segments_arrive_where_they_belong(workers: int) -> None:
     assert await filled.upload(arena) == ["drained"]
     untouched = np.ones(filled.end + 256, bool)
     for placement, data in zip(filled.placements, filled.data, strict=True):
-        span = slice(placement.destination, placement.destination + placement.decoded_bytes)
+        span = slice(256 + placement.destination, 256 + placement.destination + placement.decoded_bytes)
         assert np.array_equal(arena.view(span.start, data.size).numpy(), data)
         untouched[span] = False
     assert (arena.buffer.numpy()[untouched] == 0xA5).all()
@@ -76,9 +80,7 @@ async def test_the_first_wrong_segment_is_named_and_the_slot_freed() -> None:
         filled.memory[filled.placements[number].source + 200] ^= 1
     freed: list[str] = []
     with pytest.raises(CorruptDataError, match="number 3"):
-        await HostArena(filled.end).upload(
-            filled.memory, len(filled.memory), filled.placements, drained=lambda: freed.append("drained")
-        )
+        await filled.upload(HostArena(filled.end), freed)
     assert freed == ["drained"]
 
 
@@ -95,7 +97,7 @@ async def test_an_error_keeps_no_view_of_the_slot() -> None:
 async def test_a_segment_that_decodes_to_another_size_is_refused() -> None:
     filled = Filled([1000])
     (one,) = filled.placements
-    filled.placements = [SegmentPlacement(one.source, one.nbytes, one.destination, 1998, one.where)]
+    filled.placements = [PlannedSegment(one.source, one.nbytes, one.destination, 1998, one.tensor)]
     with pytest.raises(CorruptDataError, match=r"number 0.*2000 bytes.*1998"):
         await filled.upload(HostArena(filled.end))
 

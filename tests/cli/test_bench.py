@@ -41,8 +41,9 @@ def test_overlap(cli: CommandLine, kept: Path) -> None:
         assert tier["efficiency"] == pytest.approx(slowest / tier["together"]["median_s"])
     assert [tier["tier"] for tier in report["tiers"]][:2] == ["disk", "page cache"]
     came = {tier["tier"]: (tier["buffered_bytes"], tier["host_bytes"]) for tier in report["tiers"]}
-    assert came["page cache"] == (report["wire_bytes"], 0)
-    assert came["host tier"] == (0, report["wire_bytes"])
+    for tier, (there, elsewhere) in {"page cache": came["page cache"], "host tier": came["host tier"][::-1]}.items():
+        assert elsewhere == 0, tier
+        assert there >= report["wire_bytes"], tier  # the rest is read ahead for the next round
     assert report["wake_ups"]["naps"] > 0
 
 

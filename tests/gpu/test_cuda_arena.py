@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import anyio
 import numpy as np
 import pytest
 import torch
 
-from splitzip_aio.abc import SegmentPlacement
+from splitzip_aio.abc import PlannedRead, PlannedSegment
 from splitzip_aio.arena import CudaArena
 from splitzip_aio.codec.cpu import encode_segment
 from splitzip_aio.codec.formats import BF16
@@ -49,39 +49,43 @@ class Filled:
             slots, self.payload_bytes, table_bytes=CudaArena.table_bytes(self.payload_bytes), pinned=True
         )
         assert self.ring.statistics().pinned, self.ring.statistics().fallback
-        self.placements: list[list[SegmentPlacement]] = []
+        self.reads: list[PlannedRead] = []
         for slot, each in zip(self.ring.slots, self.segments, strict=True):
             slot.memory[:] = b"\xa5" * len(slot.memory)
             starts = np.cumsum([0] + [segment.size for segment in each]).tolist()
             slot.memory[: starts[-1]] = b"".join(segment.tobytes() for segment in each)
-            base = 4 * slot.index * 2 * ELEMENTS
-            self.placements.append(
-                [
-                    SegmentPlacement(
-                        start, segment.size, base + 2 * ELEMENTS * place, 2 * ELEMENTS, f"slot {slot.index}, {place}"
-                    )
-                    for place, (start, segment) in enumerate(zip(starts[:-1], each, strict=True))
-                ]
+            placed = tuple(
+                PlannedSegment(start, segment.size, 2 * ELEMENTS * place, 2 * ELEMENTS, f"slot {slot.index}, {place}")
+                for place, (start, segment) in enumerate(zip(starts[:-1], each, strict=True))
             )
+            self.reads.append(PlannedRead(0, "a.szp", 0, self.payload_bytes, placed))
         self.arena = CudaArena(
             slots * 8 * ELEMENTS, device=torch.device("cuda", 0), slot_bytes=len(self.ring.slots[0].memory)
         )
         self.arena.buffer.fill_(0xA5)
         torch.cuda.synchronize()
 
-    async def upload(self, slot: int) -> None:
-        drained: list[int] = []
-        await self.arena.upload(
-            self.ring.slots[slot].memory,
-            self.payload_bytes,
-            self.placements[slot],
-            drained=lambda: drained.append(slot),
-        )
-        assert drained == [slot]
+    async def upload(self, slot: int, *, base: int | None = None, drained: Callable[[], None] | None = None) -> None:
+        """Upload a slot to its place, or to ``base``."""
+        calls: list[int] = []
 
-    def check(self, slot: int) -> None:
-        for placement, data in zip(self.placements[slot], self.data[slot], strict=True):
-            assert np.array_equal(self.arena.view(placement.destination, data.size).cpu().numpy(), data)
+        def note() -> None:
+            calls.append(slot)
+            if drained is not None:
+                drained()
+
+        base = self.base(slot) if base is None else base
+        await self.arena.upload(self.ring.slots[slot].memory, self.reads[slot], base, drained=note)
+        assert calls == [slot]
+
+    def base(self, slot: int) -> int:
+        return 8 * slot * ELEMENTS
+
+    def check(self, slot: int, *, base: int | None = None) -> None:
+        base = self.base(slot) if base is None else base
+        for segment, data in zip(self.reads[slot].segments, self.data[slot], strict=True):
+            found = self.arena.view(base + segment.destination, data.size).cpu().numpy()
+            assert np.array_equal(found, data)
 
 
 @pytest.fixture
@@ -109,7 +113,7 @@ async def test_the_drained_slot_may_be_overwritten_at_once(filled: Filled) -> No
         def overwrite() -> None:
             memory[:] = zeros
 
-        await filled.arena.upload(memory, filled.payload_bytes, filled.placements[slot], drained=overwrite)
+        await filled.upload(slot, drained=overwrite)
         filled.check(slot)
 
     async with anyio.create_task_group() as group:
@@ -118,21 +122,38 @@ async def test_the_drained_slot_may_be_overwritten_at_once(filled: Filled) -> No
 
 
 @pytest.mark.parametrize("place", [0, 3])
-async def test_wrong_bytes_are_named_and_the_next_upload_is_right(filled: Filled, place: int) -> None:
+@pytest.mark.parametrize(("offset", "what"), [(2000, "checksum"), (20, "header")])
+async def test_wrong_bytes_are_named_and_the_next_upload_is_right(
+    filled: Filled, place: int, offset: int, what: str
+) -> None:
     slot = filled.ring.slots[5]
-    at = filled.placements[5][place].source + 2000
-    for offset, what in ((at, "checksum"), (filled.placements[5][place].source + 20, "header")):
-        slot.memory[offset] ^= 4
-        with pytest.raises(CorruptDataError, match=rf"slot 5, {place}.*{what}"):
-            await filled.upload(5)
-        slot.memory[offset] ^= 4
+    at = filled.reads[5].segments[place].source + offset
+    slot.memory[at] ^= 4
+    with pytest.raises(CorruptDataError, match=rf"slot 5, {place}.*{what}"):
+        await filled.upload(5)
+    slot.memory[at] ^= 4
     await filled.upload(5)
     filled.check(5)
 
 
+async def test_a_header_that_turns_wrong_later_harms_nobody(filled: Filled) -> None:
+    """What it said is known by then; what matters is what the segment decodes to."""
+    await filled.upload(5)
+    source = filled.reads[5].segments[1].source
+    filled.ring.slots[5].memory[source : source + 160] = b"\xff" * 160
+    filled.arena.buffer.fill_(0)
+    torch.cuda.synchronize()
+    await filled.upload(5)
+    filled.check(5)
+    filled.ring.slots[5].memory[source + 5000] ^= 1
+    with pytest.raises(CorruptDataError, match=r"slot 5, 1.*checksum"):
+        await filled.upload(5)
+
+
 async def test_a_place_that_a_gpu_cannot_decode_to_is_refused(filled: Filled) -> None:
-    one = filled.placements[0][0]
-    filled.placements[0][0] = SegmentPlacement(one.source, one.nbytes, 8, one.decoded_bytes, one.where)
+    one, *others = filled.reads[0].segments
+    misplaced = PlannedSegment(one.source, one.nbytes, 8, one.decoded_bytes, one.tensor)
+    filled.reads[0] = PlannedRead(0, "a.szp", 0, filled.payload_bytes, (misplaced, *others))
     with pytest.raises(UnsupportedError, match="multiples of 16"):
         await filled.upload(0)
 
@@ -150,12 +171,8 @@ async def test_reuse_waits_for_the_fence_of_whoever_used_it(filled: Filled) -> N
     assert fence is not None
     assert not fence.query()
     arena.free(offset, after=[fence])
-    filled.placements[1] = [
-        SegmentPlacement(each.source, each.nbytes, each.destination - 8 * ELEMENTS, each.decoded_bytes, each.where)
-        for each in filled.placements[1]
-    ]
-    await filled.upload(1)
-    filled.check(1)
+    await filled.upload(1, base=offset)
+    filled.check(1, base=offset)
     assert np.array_equal(seen.cpu().numpy(), np.concatenate(filled.data[0]))
 
 

@@ -205,7 +205,7 @@ def brings(transport: Transport, layer: str, path: Path, offset: int) -> bool:
     return any(
         segment.source <= offset - read.offset < segment.source + segment.nbytes
         for read in transport._parts.plan.layer(layer).reads
-        if transport._parts.packs[read.pack] == str(path)
+        if read.path == str(path)
         for segment in read.segments
     )
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from splitzip_aio.abc import PlannedRead
 from splitzip_aio.arena.host import HostArena
 from splitzip_aio.errors import ClosedError, CorruptDataError, LayerTooLargeError, ReadError
 from splitzip_aio.forecast import Forecast
 from splitzip_aio.loading import Load
-from splitzip_aio.plan import ExecutionPlan, LayerPlan, PlannedRead
+from splitzip_aio.plan import ExecutionPlan, LayerPlan
 from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
 
 UNIT = 256
@@ -43,13 +44,13 @@ class Order(ExecutionPlan):
     """Layers as the tests make them, in the order of the names given."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        super().__init__((), slot_bytes=4096, max_segments=1)
+        super().__init__((), packs=(), slot_bytes=4096, max_segments=1)
         self.layers = tuple(names)
         for name in names:
             self.add(name)
 
     def add(self, name: str, units: int = 1, reads: int = 1) -> None:
-        read = PlannedRead(0, 0, 4096, ())
+        read = PlannedRead(0, "a.szp", 0, 4096, ())
         self._planned[name] = LayerPlan(name, (), units * UNIT, (read,) * reads)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import anyio
 import numpy as np
 import torch
 
@@ -112,7 +112,7 @@ def run_overlap(
         reports.append(_time_tier(streamer, stages, decodes, tier, repeats))
     decodes.close()
     output.note("time the naps of a task beside the stream")
-    wake_ups = asyncio.run(_probe(streamer, tiers[-1]))
+    wake_ups = _probe(streamer, tiers[-1])
     if timeline is not None:
         _draw(streamer, tiers[-1], timeline)
     return OverlapReport(
@@ -130,50 +130,50 @@ def run_overlap(
 def _time_tier(streamer: Streamer, stages: Stages, decodes: Iterator[float], tier: Tier, repeats: int) -> TierReport:
     """The stages and the whole take turns, so what else the machine does falls on all of them."""
     alone: dict[str, list[float]] = {}
-    passes: list[Pass] = []
-    for _ in range(repeats):
-        if tier is not Tier.HOST:
-            streamer.ready(tier)
-            alone.setdefault("read", []).append(stages.read())
-        if streamer.device.type == "cuda":
-            alone.setdefault("copy", []).append(stages.copy())
-        alone.setdefault("decode", []).append(next(decodes))
+    done: list[Pass] = []
+    with streamer.open(tier) as passes:
         streamer.ready(tier)
-        passes.append(streamer.run(tier))
+        passes.run()  # what is done once, however long a transport lives: headers are examined, the host tier filled
+        for _ in range(repeats):
+            if tier is not Tier.HOST:
+                streamer.ready(tier)
+                alone.setdefault("read", []).append(stages.read())
+            if streamer.device.type == "cuda":
+                alone.setdefault("copy", []).append(stages.copy())
+            alone.setdefault("decode", []).append(next(decodes))
+            streamer.ready(tier)
+            done.append(passes.run())
     times = {name: Times.of(seconds) for name, seconds in alone.items()}
-    together = Times.of([each.seconds for each in passes])
+    together = Times.of([each.seconds for each in done])
     slowest = max(times, key=lambda name: times[name].median_s)
-    last = passes[-1].statistics
+    last = done[-1]
     return TierReport(
         tier=tier.value,
         stages=times,
         together=together,
         slowest=slowest,
         efficiency=times[slowest].median_s / together.median_s,
-        waited=last.time,
+        waited=last.waited,
         direct_bytes=last.direct_bytes,
         buffered_bytes=last.buffered_bytes,
         host_bytes=last.host_bytes,
-        fallbacks=last.fallbacks,
+        fallbacks=last.after.fallbacks,
     )
 
 
-async def _probe(streamer: Streamer, tier: Tier) -> WakeUps:
-    """Stream passes for some seconds, in this event loop, beside a task that naps."""
-    streamer.ready(tier)
+def _probe(streamer: Streamer, tier: Tier) -> WakeUps:
+    """Stream passes for some seconds beside a task that naps in the same event loop."""
     late: list[float] = []
-    streaming = True
 
     async def nap() -> None:
-        while streaming:
+        while True:
             began = time.perf_counter()
-            await asyncio.sleep(_NAP_S)
+            await anyio.sleep(_NAP_S)
             late.append(time.perf_counter() - began - _NAP_S)
 
-    napping = asyncio.create_task(nap())
-    await streamer.run_for(tier, _PROBE_S)
-    streaming = False
-    await napping
+    streamer.ready(tier)
+    with streamer.open(tier) as passes:
+        passes.run_beside(nap, _PROBE_S)
     median_s, p99_s = np.percentile(late, (50, 99)).tolist()
     return WakeUps(tier.value, len(late), median_s, p99_s, max(late))
 

@@ -6,12 +6,14 @@ import enum
 import os
 import platform
 import time
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import anyio
 import torch
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 import splitzip_aio
 from splitzip_aio.cache.checkpoint import open_checkpoint
@@ -21,10 +23,10 @@ from splitzip_aio.cli.streaming import Visit
 from splitzip_aio.codec import cpu
 from splitzip_aio.errors import CorruptDataError, SplitZipError
 from splitzip_aio.host_cache import HostCache
-from splitzip_aio.telemetry import TransportStatistics
+from splitzip_aio.telemetry import TimeStatistics, TransportStatistics
 from splitzip_aio.timeline import Timeline
 
-__all__ = ["Pass", "Streamer", "Tier", "processor"]
+__all__ = ["Pass", "Passes", "Streamer", "Tier", "processor"]
 
 _ASKED_FOR = 3
 
@@ -46,10 +48,32 @@ def processor(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: seconds from the first request until the last layer was there, and the transport's account."""
+    """One pass: seconds from the first request until the last layer was there; the transport's account on both sides."""
 
     seconds: float
-    statistics: TransportStatistics
+    before: TransportStatistics
+    after: TransportStatistics
+
+    @property
+    def waited(self) -> TimeStatistics:
+        """What the pass waited for."""
+        before, after = asdict(self.before.time), asdict(self.after.time)
+        return TimeStatistics(**{name: after[name] - before[name] for name in after})
+
+    @property
+    def direct_bytes(self) -> int:
+        """Bytes read past the page cache."""
+        return self.after.direct_bytes - self.before.direct_bytes
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes read through the page cache."""
+        return self.after.buffered_bytes - self.before.buffered_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes from the host tier."""
+        return self.after.host_bytes - self.before.host_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +101,28 @@ class Streamer:
         elif tier is Tier.PAGE_CACHE:
             load_into_page_cache(self.workload.packs)
 
+    @contextmanager
+    def open(self, tier: Tier, *, timeline: Timeline | None = None) -> Iterator[Passes]:
+        """A transport in an event loop of its own, for pass after pass."""
+        transport = splitzip_aio.open_transport(
+            self.workload.cache,
+            device=self.device,
+            ring_bytes=self.ring_bytes,
+            arena_bytes=self.arena_bytes,
+            host_cache=self.host if tier is Tier.HOST else None,
+            timeline=timeline,
+        )
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(transport) as opened:
+            yield Passes(portal, opened)
+
     def run(self, tier: Tier, *, timeline: Timeline | None = None, visit: Visit | None = None) -> Pass:
-        """One pass, after ``ready``.
+        """One pass of a transport opened for it, after ``ready``.
 
         Raises:
             SplitZipError: streaming failed, or stored bytes are wrong.
         """
-        return anyio.run(partial(self._stream, tier, timeline=timeline, visit=visit))
+        with self.open(tier, timeline=timeline) as passes:
+            return passes.run(visit)
 
     def verify(self, tier: Tier) -> None:
         """One pass, each tensor compared with the source.
@@ -100,29 +139,60 @@ class Streamer:
                 f"{min(comparison.differing)!r} among them; no speed is reported"
             )
 
-    async def run_for(self, tier: Tier, seconds: float) -> None:
-        """Pass after pass in the running event loop, for at least so long, with one transport."""
-        async with self._open(tier, timeline=None) as transport:
+
+class Passes:
+    """Passes of one transport, each from an empty arena."""
+
+    def __init__(self, portal: BlockingPortal, transport: splitzip_aio.Transport) -> None:
+        self._portal = portal
+        self._transport = transport
+
+    def run(self, visit: Visit | None = None) -> Pass:
+        """One pass.
+
+        Raises:
+            SplitZipError: streaming failed, or stored bytes are wrong.
+        """
+        return self._portal.call(self._run, visit)
+
+    def run_beside(self, task: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> None:
+        """Pass after pass for at least so long, and ``task`` in the same event loop until then."""
+        self._portal.call(self._run_beside, task, seconds)
+
+    async def _run(self, visit: Visit | None) -> Pass:
+        await self._empty()
+        before = self._transport.statistics()
+        began = time.perf_counter()
+        await self._visit_all(visit)
+        if self._transport.device.type == "cuda":
+            torch.cuda.synchronize(self._transport.device)
+        return Pass(time.perf_counter() - began, before, self._transport.statistics())
+
+    async def _run_beside(self, task: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> None:
+        async with anyio.create_task_group() as group:
+            group.start_soon(task)
             began = time.perf_counter()
             while time.perf_counter() < began + seconds:
-                await self._pass(transport, None)
+                await self._visit_all(None)
+            group.cancel_scope.cancel()
 
-    async def _stream(self, tier: Tier, *, timeline: Timeline | None, visit: Visit | None) -> Pass:
-        async with self._open(tier, timeline=timeline) as transport:
-            return await self._pass(transport, visit)
+    async def _empty(self) -> None:
+        """Wait for what is read ahead for the next round, and let go of it."""
+        while self._transport.statistics().residency.loading:  # noqa: ASYNC110 - nothing announces it
+            await anyio.sleep(0.001)
+        self._transport.evict()
 
-    async def _pass(self, transport: splitzip_aio.Transport, visit: Visit | None) -> Pass:
+    async def _visit_all(self, visit: Visit | None) -> None:
         """Ask for each layer in order, and for the two after it, as a caller does who knows what comes next."""
-        layers = transport.layers
+        layers = self._transport.layers
         arrived = [anyio.Event() for _ in layers]
         leases: dict[int, splitzip_aio.Lease] = {}
         failures: list[SplitZipError] = []
-        began = time.perf_counter()
         async with anyio.create_task_group() as group:
 
             async def fetch(place: int) -> None:
                 try:
-                    leases[place] = await transport.prefetch(layers[place])
+                    leases[place] = await self._transport.prefetch(layers[place])
                 except SplitZipError as error:
                     failures.append(error)  # raised here, it would come out as a group
                     group.cancel_scope.cancel()
@@ -139,16 +209,3 @@ class Streamer:
                     group.start_soon(fetch, place + _ASKED_FOR)
         if failures:
             raise failures[0]
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return Pass(time.perf_counter() - began, transport.statistics())
-
-    def _open(self, tier: Tier, *, timeline: Timeline | None) -> AbstractAsyncContextManager[splitzip_aio.Transport]:
-        return splitzip_aio.open_transport(
-            self.workload.cache,
-            device=self.device,
-            ring_bytes=self.ring_bytes,
-            arena_bytes=self.arena_bytes,
-            host_cache=self.host if tier is Tier.HOST else None,
-            timeline=timeline,
-        )

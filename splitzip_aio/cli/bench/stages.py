@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitzip_aio.abc import Arena
+from splitzip_aio.abc import Arena, PlannedRead
 from splitzip_aio.arena import CudaArena, HostArena
 from splitzip_aio.cache import SplitZipShardCache
 from splitzip_aio.cli.bench.workload import Workload
@@ -25,7 +25,7 @@ from splitzip_aio.codec.slot_table import SlotTable
 from splitzip_aio.drivers import open_driver
 from splitzip_aio.errors import CorruptDataError
 from splitzip_aio.packs import PackSource
-from splitzip_aio.plan import ExecutionPlan, PlannedRead, largest_read_bytes
+from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 from splitzip_aio.staging import StagingRing, split_ring
 
 __all__ = ["Stages"]
@@ -63,10 +63,11 @@ class Stages:
         self._kind: type[Arena] = CudaArena if device.type == "cuda" else HostArena
         with SplitZipShardCache(workload.cache) as cache:
             entries = list(cache.tensors.values())
+            packs = [str(cache.pack_path(number)) for number in range(len(cache.manifest.packs))]
         self._slots, self._payload_bytes = split_ring(
             ring_bytes, largest_read_bytes=largest_read_bytes(entries), table_bytes=self._kind.table_bytes
         )
-        plan = ExecutionPlan(entries, slot_bytes=self._payload_bytes, max_segments=self._kind.max_segments)
+        plan = ExecutionPlan(entries, packs=packs, slot_bytes=self._payload_bytes, max_segments=self._kind.max_segments)
         self.layers = len(plan.layers)
         self.reads: Sequence[PlannedRead] = [read for layer in plan.layers for read in plan.layer(layer).reads]
         self.wire_bytes = sum(read.nbytes for read in self.reads)
