@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,20 +13,18 @@ from hypothesis import strategies as st
 
 from splitzip_aio.codec import cpu, reference
 from splitzip_aio.codec.checksum import checksum
-from splitzip_aio.codec.formats import BF16, F8_E4M3, F16, F32, RAW, ElementFormat
+from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
 from splitzip_aio.codec.layout import HEADER_BYTES, TILE_ELEMENTS
 from splitzip_aio.codec.payload import SegmentHeader, parse_header
 from splitzip_aio.codec.schedule import CANDIDATES, STORED, Schedule
 from splitzip_aio.errors import CorruptDataError
+from tests.codec.corruption import SAMPLES as EVERY_CODING
+from tests.codec.corruption import Sample
 from tests.codec.data import (
     ALL_TIERS,
     FORMATS,
     Bytes,
-    Contents,
-    bursts,
     cases,
-    random_bits,
-    rare_exponents,
     weights,
 )
 from tests.codec.hostile import encode, flip, parts, seal
@@ -38,38 +35,7 @@ CORRUPTIONS = 20_000
 POISON = 0xA5
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A segment to damage."""
-
-    name: str
-    fmt: ElementFormat
-    schedule: str
-    contents: Contents
-    count: int
-
-    def data(self) -> Bytes:
-        return self.contents(self.fmt, self.count, np.random.default_rng(1))
-
-    def segment(self) -> Bytes:
-        return encode(self.data(), self.fmt, Schedule.parse(self.schedule))
-
-
-SAMPLES = (
-    Sample("weights", BF16, "2,2,3", weights, TILE_ELEMENTS + 1337),
-    Sample("escapes", BF16, "2,2,3", bursts, TILE_ELEMENTS + 1337),
-    Sample("two tiers", BF16, "2,3", weights, TILE_ELEMENTS + 1),
-    Sample("three bits", BF16, "3", rare_exponents, 2 * TILE_ELEMENTS),
-    Sample("four bits", BF16, "4", bursts, 701),
-    Sample("top16 weights", BF16, "top16", weights, TILE_ELEMENTS + 3),
-    Sample("top16 escapes", BF16, "top16", bursts, TILE_ELEMENTS + 1077),
-    Sample("stored", BF16, "stored", random_bits, 999),
-    Sample("raw", RAW, "stored", random_bits, 4001),
-    Sample("half", F16, "2,2,3", weights, 3001),
-    Sample("single", F32, "2,2,3", weights, 1501),
-    Sample("quarter", F8_E4M3, "2,3", weights, TILE_ELEMENTS + 5),
-    Sample("one element", BF16, "2,2,3", weights, 1),
-)
+SAMPLES = (*EVERY_CODING, Sample("one element", BF16, "2,2,3", weights, 1))
 EACH = -(-CORRUPTIONS // len(SAMPLES))
 
 

@@ -15,6 +15,7 @@ from splitzip_aio.codec.schedule import CANDIDATES, STORED, TOP16, Schedule
 from splitzip_aio.codec.slot_table import TOP16_TILE_ELEMENTS, SlotTable, table_capacity
 from splitzip_aio.codec.tensors import encode_torch
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError
+from tests.codec.corruption import SAMPLES, Sample, check_changed_bytes
 from tests.codec.data import CODED, FORMATS, random_bits, rare_exponents, weights
 from tests.codec.hostile import encode
 from tests.codec.interpreter import INTERPRETER_SINCE
@@ -77,6 +78,12 @@ def test_damage_after_the_header_was_read_is_flagged_and_stays_in_its_range(sche
         assert decoded.failures == [0], part
         assert all((guard == 0xA5).all() for guard in decoded.guards), part
         np.testing.assert_array_equal(decoded.outputs[1], data)
+
+
+@pytest.mark.parametrize("sample", [each for each in SAMPLES if each.count < 1000], ids=lambda each: each.name)
+def test_every_changed_byte_is_noticed(sample: Sample) -> None:
+    """A few, and small: ``tests/gpu`` has 2,000."""
+    assert len(check_changed_bytes(sample, 12, device="cpu", seed=0)) >= 2
 
 
 def test_hostile_index_is_followed_nowhere() -> None:
