@@ -308,7 +308,12 @@ def main() -> int:
     parser.add_argument("--ring-bytes", default="256MiB")
     parser.add_argument("--group-bytes", default="96MiB")
     parser.add_argument("--arena-bytes", help="default: what enable_splitzip_fast_transport chooses")
+    parser.add_argument(
+        "--switch-interval", type=float, help="seconds a thread keeps Python to itself (default: 0.005)"
+    )
     options = parser.parse_args()
+    if options.switch_interval:
+        sys.setswitchinterval(options.switch_interval)
     package = Path(importlib.util.find_spec("ddo_vmm_allocator").origin).parent
     os.environ.setdefault("DDO_VMM_LIBRARY_PATH", str(package / "native" / "linux" / "libddo_vmm.so"))
     options.dir.mkdir(parents=True, exist_ok=True)

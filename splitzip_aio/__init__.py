@@ -55,6 +55,11 @@ if TYPE_CHECKING:
     from splitzip_aio.offloading import OffloadStatistics, OffloadWarning, detach, offload, offload_statistics
     from splitzip_aio.timeline import Timeline
     from splitzip_aio.transport import Lease, Transport, open_transport
+    from splitzip_aio.vmm_fast import (
+        SplitZipNativeShardTransport,
+        bind_slice_aliases,
+        enable_splitzip_fast_transport,
+    )
 
 __version__ = "0.1.0"
 
@@ -93,6 +98,7 @@ __all__ = [
     "SourceChangedError",
     "SplitZipCodebook",
     "SplitZipError",
+    "SplitZipNativeShardTransport",
     "SplitZipShardCache",
     "SplitZipShardCacheBuilder",
     "Timeline",
@@ -102,11 +108,13 @@ __all__ = [
     "UnsupportedError",
     "WrongEventLoopError",
     "__version__",
+    "bind_slice_aliases",
     "build_cache",
     "cache_path",
     "calibrate_codebook",
     "decode_torch",
     "detach",
+    "enable_splitzip_fast_transport",
     "encode_torch",
     "faulty_driver",
     "load_file",
@@ -140,6 +148,7 @@ _LAZY = {
     "offloading": ("OffloadStatistics", "OffloadWarning", "detach", "offload", "offload_statistics"),
     "timeline": ("Timeline",),
     "transport": ("Lease", "Transport", "open_transport"),
+    "vmm_fast": ("SplitZipNativeShardTransport", "bind_slice_aliases", "enable_splitzip_fast_transport"),
 }
 _MODULE_OF = {name: module for module, names in _LAZY.items() for name in names}
 

@@ -40,7 +40,7 @@ class Groups:
     def of(cls, units: Iterable[tuple[str, Sequence[Entry]]], *, group_bytes: int = GROUP_BYTES) -> Groups:
         """Group the tensors of units, given in the order of use. What two units share belongs to the first.
 
-        A small tensor, such as a bias beside its weight, begins no group, but may exceed the limit by a quarter.
+        Small tensors, such as a bias before its weight, make no group of their own, whatever comes next.
         """
         by_tensor: dict[str, str] = {}
         sizes: dict[str, int] = {}
@@ -49,8 +49,7 @@ class Groups:
             new = {entry.name: entry for entry in entries if entry.name not in by_tensor}
             for entry in sorted(new.values(), key=lambda each: (each.pack, each.offset)):
                 nbytes = arena_bytes_of(entry)
-                limit = group_bytes * 5 // 4 if nbytes <= group_bytes // 16 else group_bytes
-                if not group or sizes[group] + nbytes > limit:
+                if not group or (sizes[group] > group_bytes // 16 and sizes[group] + nbytes > group_bytes):
                     group = f"{unit}, group {len(sizes)}"
                     sizes[group] = 0
                 sizes[group] += nbytes

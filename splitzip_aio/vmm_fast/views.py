@@ -40,7 +40,8 @@ class ArenaViews:
         place = (id(native), offset, nbytes)
         known = self._views.get(place)
         if known is None or known[0] is not native:
-            tensor, _ = self._make(native.info.address + offset, nbytes, owner=native, backing=native.backing)
+            with torch.inference_mode(False):  # what is made in that mode cannot be written to outside of it
+                tensor, _ = self._make(native.info.address + offset, nbytes, owner=native, backing=native.backing)
             known = self._views[place] = (native, tensor)
         return known[1]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from splitzip_aio.vmm_fast import SplitZipNativeShardTransport, bind_slice_alias
 
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).parent.parent.parent
 LAYERS, ELEMENTS = 12, 300_000
 LONG_CYCLES = 100_000_000
 
@@ -253,3 +256,19 @@ def resources() -> tuple[int, int, int]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return len(os.listdir("/proc/self/fd")), len(threading.enumerate()), torch.cuda.memory_allocated()
+
+
+def test_example(tmp_path: Path) -> None:
+    """A small FLUX transformer through the program that users begin with."""
+    for name in ("diffusers", "diffusers_dynamic_offloader", "cuda.core"):
+        pytest.importorskip(name, reason="not installed: pip install '.[ddo]'")
+    from diffusers import FluxTransformer2DModel
+
+    config = {"attention_head_dim": 64, "num_attention_heads": 6, "axes_dims_rope": (16, 24, 24)}
+    model = FluxTransformer2DModel(num_layers=2, num_single_layers=4, joint_attention_dim=256, **config)
+    model.bfloat16().save_pretrained(tmp_path / "transformer")
+    program = [sys.executable, "examples/ddo_flux.py", str(tmp_path / "transformer"), str(tmp_path / "cache")]
+    done = subprocess.run([*program, "--budget-gb", "0.03"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "outputs are equal" in done.stdout
+    assert done.stdout.count("cache, step") == 4

@@ -18,6 +18,7 @@ from splitzip_aio.errors import (
     ClosedError,
     CorruptDataError,
     InvalidArgumentError,
+    ReadError,
     SourceChangedError,
     UnsupportedError,
 )
@@ -64,16 +65,17 @@ def test_corrupt_segment(attached: Consumer, cache: SplitZipShardCache, enable: 
 
 
 def test_failed_reads(attached: Consumer, cache: SplitZipShardCache, enable: Enable) -> None:
+    """Some passes fail, some do not, and none is wrong."""
     attached.attach(BUDGET)
-    faults = FaultSchedule(seed=3, rate=0.1, kinds=[FaultKind.EIO])
+    faults = FaultSchedule(seed=3, rate=0.0, kinds=[FaultKind.EIO])
     enable(attached.store, cache, adapter=attached.adapter, arena_bytes=12_000, driver=faulty_driver(faults, "threads"))
-    failed = 0
-    for _ in range(30):
-        try:
+    for turn in range(12):
+        faults.rate = 1.0 if turn % 2 else 0.0
+        if turn % 2:
+            with pytest.raises(ReadError, match="packs"):
+                attached.run([5, 4, 3, 2, 1, 0])
+        else:
             attached.run()
-        except OSError:
-            failed += 1
-    assert 0 < failed < 30
     attached.adapter._cancel_gpu_prefetches()
     attached.adapter._collect_temporary_lifetimes(wait=True)
     assert not any(attached.store.native.pins.values())
