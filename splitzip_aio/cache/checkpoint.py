@@ -88,7 +88,7 @@ def _expand(source: Path) -> list[SourceFile]:
 def _indexed(index: Path) -> list[SourceFile]:
     files = {}
     for shard, promised in _shards(index).items():
-        if not (index.parent / shard).exists():
+        if not _exists(index.parent / shard):
             raise CheckpointError(
                 f"{index}: weight_map names shard {shard!r}, which is not in {index.parent}; fetch it"
             )
@@ -100,6 +100,13 @@ def _indexed(index: Path) -> list[SourceFile]:
                 "are of different checkpoints: fetch both again"
             )
     return list(files.values())
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no file can have such a name, or this one cannot be looked at
+        return False
 
 
 def _shards(index: Path) -> dict[str, set[str]]:

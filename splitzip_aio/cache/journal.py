@@ -1,7 +1,8 @@
 """The journal of an unfinished build, from which the next one continues if this one is killed.
 
-JSON lines: first the plan, which must be the same for the journal to be of use, then a line per tensor in place. A
-line follows the bytes it speaks of, and whoever continues checks those bytes: lost or torn lines cost work, no more.
+Lines of JSON: first the plan, which must be the same for the journal to be of use, then a line per tensor in place. A
+line follows the bytes it speaks of, and whoever continues checks those bytes. Each begins with a hash of itself and of
+all lines before it. So lines that are lost, torn, damaged or out of order cost work, no more.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from splitzip_aio.cache.files import read_at, write_at, writing
 from splitzip_aio.cache.manifest import Blob, Tensor
@@ -39,6 +41,7 @@ class Journal:
         self._path = root / JOURNAL_NAME
         self._plan = plan
         self._end = 0
+        self._link = b""
         with writing(self._path):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._descriptor: int | None = os.open(self._path, flags, 0o666)
@@ -48,12 +51,14 @@ class Journal:
         assert self._descriptor is not None
         data = bytearray(os.fstat(self._descriptor).st_size)
         read_at(self._descriptor, memoryview(data), 0, self._path)
-        end = 0
-        for number, line in enumerate(data.splitlines(keepends=True)):
+        end, link = 0, b""
+        for number, line in enumerate(bytes(data).splitlines(keepends=True)):
+            stated, _, body = line.removesuffix(b"\n").partition(b" ")
+            link = _linked(link, body)
+            if stated != link or not line.endswith(b"\n"):
+                return
             try:
-                if not line.endswith(b"\n"):
-                    return
-                record = msgspec.json.decode(line, type=Record if number else _Plan)
+                record = msgspec.json.decode(body, type=Record if number else _Plan)
             except (msgspec.DecodeError, UnicodeDecodeError):
                 return
             if isinstance(record, _Plan) and record.plan != self._plan:
@@ -61,7 +66,7 @@ class Journal:
             end += len(line)
             if isinstance(record, Record):
                 yield record
-            self._end = end
+            self._end, self._link = end, link
 
     def start(self) -> None:
         """Drop what was not accepted, so that the next record follows what was."""
@@ -85,7 +90,14 @@ class Journal:
 
     def _append(self, record: Record | _Plan) -> None:
         assert self._descriptor is not None
-        line = msgspec.json.encode(record) + b"\n"
+        body = msgspec.json.encode(record)
+        self._link = _linked(self._link, body)
+        line = b"%s %s\n" % (self._link, body)
         with writing(self._path):
             write_at(self._descriptor, memoryview(line), self._end)
         self._end += len(line)
+
+
+def _linked(before: bytes, body: bytes) -> bytes:
+    """What a line begins with, given what the line before it began with."""
+    return blake3(before + body).hexdigest(length=8).encode()
