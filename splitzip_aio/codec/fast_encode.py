@@ -161,7 +161,7 @@ def _look_up_portable(lookup: Any, exponents: Any, selectors: Any, count: Any) -
 
 @compiled
 def _to_nibbles(tables: Any, row: Any, selectors: Any, count: Any, nibbles: Any) -> None:
-    for place in range(0, count, 32):
+    for place in range(0, count, 64):
         translate_to_nibbles(tables, row, selectors, place, nibbles, row * _NIBBLE_BYTES + (place >> 1))
 
 
@@ -297,7 +297,7 @@ def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any
         _split(source, base, plan, block, size, exponents, values)
         if portable is None:
             _look_up(address(lookup), plan, exponents, selectors, size)
-            for place in range(size, (size + 31) & -32):
+            for place in range(size, (size + 63) & -64):
                 store8(selectors, place, np.uint64(0))
             for row in range(2 * plan.depth):
                 _to_nibbles(address(tables), row, selectors, size, nibbles)

@@ -56,14 +56,14 @@ __all__ = [
 _KEY_STEP, _KEY_OFFSET, _STEP, _LOW = (np.uint64(value) for value in (KEY_STEP, KEY_OFFSET, STEP, 0xFFFFFFFF))
 _log = logging.getLogger(__name__)
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
-_PAIRS8 = ir.VectorType(ir.IntType(16), 8)
+_PAIRS16, _BYTES32 = ir.VectorType(ir.IntType(16), 16), ir.VectorType(_I8, 32)
 _BYTES16, _WORDS8, _SUMS4 = ir.VectorType(_I8, 16), ir.VectorType(_I32, 8), ir.VectorType(_I64, 4)
-_NEEDED = {"+bmi2", "+popcnt", "+ssse3"}
+_NEEDED = {"+avx2", "+bmi2", "+popcnt", "+ssse3"}
 _MICROCODED = ("bdver4", "btver2", "znver1", "znver2")  # have PDEP and PEXT, but at 20 to 250 cycles each
 
 
 def has_bit_scatter() -> bool:
-    """Whether numba compiles for a CPU that has SSSE3, and BMI2 at full speed."""
+    """Whether numba compiles for a CPU that has AVX2, and BMI2 at full speed."""
     _, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     return set(features.split(",")) >= _NEEDED and cpu not in _MICROCODED
 
@@ -247,20 +247,23 @@ def translate_window(_context: Any, tables: Any, first: Any, window: Any, source
 def translate_to_nibbles(
     _context: Any, tables: Any, row: Any, source: Any, offset: Any, target: Any, place: Any
 ) -> Any:
-    """Look 32 bytes of ``source`` up in row ``row`` of ``tables``, (rows, 16); write 32 nibbles of ``target``."""
+    """Look 64 bytes of ``source`` up in row ``row`` of ``tables``, (rows, 16); write 64 nibbles of ``target``."""
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         tables_, row_, source_, offset_, target_, place_ = values
-        start = builder.mul(row_, _I64(16))
-        entries = _read(builder, _pointer(builder, tables_, start, _BYTES16))
-        weights = ir.Constant(_BYTES16, [1, 16] * 8)
+        row16 = _read(builder, _pointer(builder, tables_, builder.mul(row_, _I64(16)), _BYTES16))
+        lanes = ir.Constant(ir.VectorType(_I32, 32), [*range(16), *range(16)])
+        entries = builder.shuffle_vector(row16, ir.Constant(_BYTES16, ir.Undefined), lanes)
+        weights = ir.Constant(_BYTES32, [1, 16] * 16)
         sums = []
         for half in range(2):
-            pointer = _pointer(builder, source_, builder.add(offset_, _I64(16 * half)), _BYTES16)
-            results = _shuffle(builder, entries, _read(builder, pointer))
-            sums.append(_call(builder, "llvm.x86.ssse3.pmadd.ub.sw.128", _PAIRS8, [results, weights]))
-        packed = _call(builder, "llvm.x86.sse2.packuswb.128", _BYTES16, sums)
-        builder.store(packed, _pointer(builder, target_, place_, _BYTES16)).align = 1
+            numbers = _read(builder, _pointer(builder, source_, builder.add(offset_, _I64(32 * half)), _BYTES32))
+            results = _call(builder, "llvm.x86.avx2.pshuf.b", _BYTES32, [entries, numbers])
+            sums.append(_call(builder, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS16, [results, weights]))
+        packed = builder.bitcast(_call(builder, "llvm.x86.avx2.packuswb", _BYTES32, sums), _SUMS4)
+        order = ir.Constant(ir.VectorType(_I32, 4), [0, 2, 1, 3])  # it packs within each half of the register
+        packed = builder.shuffle_vector(packed, ir.Constant(_SUMS4, ir.Undefined), order)
+        builder.store(packed, _pointer(builder, target_, place_, _SUMS4)).align = 1
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), emit
