@@ -49,6 +49,7 @@ class OffloadStatistics:
         resident_bytes: bytes of the weights that stay.
         rotating_bytes: bytes of those that come and go: what a pass through the model brings.
         window_bytes: the memory that they take turns in.
+        largest_units_bytes: bytes of the two largest of those that take turns.
         host_cache_bytes: the most host memory that their compressed bytes may be kept in.
         entered: how often a rotating unit's forward began.
         ready: how many of those found their weights there.
@@ -62,6 +63,7 @@ class OffloadStatistics:
     resident_bytes: int
     rotating_bytes: int
     window_bytes: int
+    largest_units_bytes: int
     host_cache_bytes: int
     entered: int
     ready: int
@@ -220,6 +222,7 @@ class _Handle:
             resident_bytes=sum(unit.nbytes for unit in division.resident),
             rotating_bytes=sum(unit.nbytes for unit in division.rotating),
             window_bytes=division.window_bytes,
+            largest_units_bytes=sum(sorted((unit.nbytes for unit in division.rotating), reverse=True)[:2]),
             host_cache_bytes=0 if turns is None else self._host_cache_bytes,
             entered=0 if counts is None else counts.entered,
             ready=0 if counts is None else counts.ready,

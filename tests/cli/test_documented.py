@@ -10,7 +10,7 @@ import pytest
 from tests.cli.conftest import CommandLine
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMANDS = ("build", "inspect", "verify", "load", "demo", "bench overlap", "bench loaders", "doctor")
+COMMANDS = ("build", "inspect", "verify", "load", "demo", "bench overlap", "bench loaders", "bench offload", "doctor")
 
 
 def section(command: str) -> str:
@@ -37,6 +37,7 @@ def test_fields(cli: CommandLine, checkpoint: Path, built: Path, tmp_path: Path)
         "demo": ("--size", "1MiB", "--device", "cpu"),
         "bench overlap": ("--gigabytes", "0.001", "--repeats", "1", "--device", "cpu", "--ring", "8MiB"),
         "bench loaders": ("--gigabytes", "0.001", "--repeats", "1", "--device", "cpu", "--ring", "8MiB"),
+        "bench offload": ("--gigabytes", "0.001", "--repeats", "1", "--device", "cpu", "--peers", ""),
         "doctor": (),
     }
     for command in COMMANDS:

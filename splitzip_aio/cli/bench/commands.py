@@ -12,6 +12,7 @@ import typer
 
 import splitzip_aio
 from splitzip_aio.cli.bench.loaders import render_loaders, run_loaders
+from splitzip_aio.cli.bench.offload_command import offload
 from splitzip_aio.cli.bench.overlap import render_overlap, run_overlap
 from splitzip_aio.cli.bench.passes import Streamer, Tier
 from splitzip_aio.cli.bench.peers import PEERS, Peer
@@ -29,6 +30,8 @@ bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+bench.command()(offload)
 
 T = TypeVar("T")
 
