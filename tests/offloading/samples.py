@@ -65,11 +65,11 @@ def ids() -> torch.Tensor:
     return torch.arange(24).reshape(3, 8) * 2 % 50
 
 
-def save(model: nn.Module, root: Path) -> Path:
+def save(model: nn.Module, root: Path, *, segment_elements: int = 4096) -> Path:
     """The cache of a model's ``state_dict``; what is tied is in it under its first name."""
     root.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_model(model, str(root / "model.safetensors"))
-    build_cache(root / "model.safetensors", root / "cache", segment_elements=4096)
+    build_cache(root / "model.safetensors", root / "cache", segment_elements=segment_elements)
     return root / "cache"
 
 
