@@ -36,8 +36,10 @@ logger = logging.getLogger(__name__)
 PAGE_BYTES = 4096
 """Slots start at multiples of this, and direct reads are rounded to it."""
 
-_PREFERRED_SLOT_BYTES = 16 << 20
-_PREFERRED_SLOTS = 3  # one being filled, one being copied, one in between
+_LEAST_FAST_BYTES = 16 << 20  # from there on copies run at the link's full speed
+_MOST_BYTES = 32 << 20  # the event loop spends as long on a slot of any size: half as often as on the least fast ones
+_LEAST_SLOTS = 3  # one being filled, one being copied, one in between
+_ENOUGH_SLOTS = 8  # several are filled at a time
 
 
 class SlotState(enum.Enum):
@@ -276,8 +278,8 @@ class _Waiter:
 def split_ring(ring_bytes: int, *, largest_read_bytes: int, table_bytes: Callable[[int], int]) -> tuple[int, int]:
     """Divide a ring of ``ring_bytes`` bytes: how many slots, and how many bytes of each are payload.
 
-    A slot has 16 MiB where that leaves at least three: from there on copies run at the link's full speed. A smaller
-    ring has three smaller slots if they can hold ``largest_read_bytes``, the largest segment rounded outward to whole
+    A ring has eight slots of 16 to 32 MiB. A smaller one has fewer slots of 16 MiB, but three smaller ones if they can
+    hold ``largest_read_bytes``, the largest segment rounded outward to whole
     pages; else two or one. ``table_bytes`` says how many bytes to keep behind a payload of so many.
 
     Raises:
@@ -290,8 +292,8 @@ def split_ring(ring_bytes: int, *, largest_read_bytes: int, table_bytes: Callabl
             f"ring_bytes: the cache's largest segment needs a slot of {least} bytes, and the ring has {ring_bytes}; "
             f"give at least {least} bytes"
         )
-    third = ring_bytes // _PREFERRED_SLOTS // PAGE_BYTES * PAGE_BYTES
-    slot_bytes = min(_PREFERRED_SLOT_BYTES, third)
+    fast = max(_LEAST_FAST_BYTES, min(_MOST_BYTES, ring_bytes // _ENOUGH_SLOTS))
+    slot_bytes = min(fast, ring_bytes // _LEAST_SLOTS) // PAGE_BYTES * PAGE_BYTES
     spare = slot_bytes - _whole_pages(table_bytes(slot_bytes))
     if spare > payload:
         return ring_bytes // slot_bytes, spare

@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -156,18 +157,18 @@ class CudaArena(BufferArena):
         table.write(memory[read.nbytes :], self._address + base)
         landing = self._landing[self._next_landing]
         self._next_landing = (self._next_landing + 1) % len(self._landing)
-        copied, ready = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
-        starts = None
         source = torch.frombuffer(memory, dtype=torch.uint8, count=read.nbytes + table.nbytes)
         verdict = self._verdicts.pop() if self._verdicts else _new_verdict()
-        with torch.cuda.stream(self._copy_stream):  # whoever looks up the current stream takes microseconds for it
+        copied, ready = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
+        starts = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if timed else None
+        with _CurrentStream(self._copy_stream) as current:
             if landing.read is not None:
                 landing.read.wait(self._copy_stream)
-            if timed:
-                starts = _now_on(self._copy_stream), torch.cuda.Event(enable_timing=True)
+            if starts is not None:
+                starts[0].record(self._copy_stream)
             landing.buffer[: source.numel()].copy_(source, non_blocking=True)
             copied.record(self._copy_stream)
-            torch.cuda.set_stream(self._upload_stream)
+            current.change(self._upload_stream)
             copied.wait(self._upload_stream)
             if starts is not None:
                 starts[1].record(self._upload_stream)
@@ -185,9 +186,34 @@ class CudaArena(BufferArena):
             trace(Stage.DECODE, self._clock.seconds(decode_start), self._clock.seconds(upload.ready))
 
     def _wait_before_reuse(self, fences: Iterable[Fence]) -> None:
-        with torch.cuda.stream(self._upload_stream):
-            for fence in fences:
-                fence.wait()
+        fences = list(fences)
+        if fences:
+            with _CurrentStream(self._upload_stream):
+                for fence in fences:
+                    fence.wait()
+
+
+class _CurrentStream:
+    """``torch.cuda.stream`` for streams of one device, and without its search for the device, which takes longer."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._index = int(stream.device_index)
+
+    def __enter__(self) -> Self:
+        self._device = torch.cuda.current_device()
+        self._previous = torch.cuda.current_stream(self._index)
+        self.change(self._stream)
+        return self
+
+    def change(self, stream: torch.cuda.Stream) -> None:
+        """Make another stream of the device the current one."""
+        torch.cuda.set_stream(stream)
+
+    def __exit__(self, *_: object) -> None:
+        self.change(self._previous)
+        if self._device != self._index:
+            torch.cuda.set_device(self._device)
 
 
 class _DeviceClock:
@@ -201,13 +227,6 @@ class _DeviceClock:
 
     def seconds(self, event: torch.cuda.Event) -> float:
         return self._base_s + float(self._base.elapsed_time(event)) / 1e3
-
-
-def _now_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A timed event on a stream, before what comes next on it."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(stream)
-    return event
 
 
 def _table(memory: memoryview, read: PlannedRead) -> SlotTable:

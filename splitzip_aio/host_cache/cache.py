@@ -127,6 +127,12 @@ class HostCache:
                 self._left = Headroom(self._left.available_bytes - size, self._left.total_bytes)
             return HostHold(self, entry, claimed=True)
 
+    def extents(self) -> list[memoryview]:
+        """The bytes of every extent, the oldest first. For measurements, while nothing is evicted."""
+        with self._lock:
+            memories = [(entry.memory, entry.nbytes) for entry in self._entries.values() if entry.filled]
+        return [memory[:nbytes] for memory, nbytes in memories if memory is not None]
+
     def sweep(self) -> None:
         """Give back the memory of what was evicted. Takes milliseconds, so it is for a worker thread."""
         with self._sweeping:

@@ -90,14 +90,17 @@ async def test_tasks_cancelled_by_asyncio_itself_at_random_points(
             for layer in transport.layers:
                 await sample.check_prefetch(transport, layer)
 
+    patience_s = 0.03
     for _ in range(RUNS // 5):
         task = asyncio.create_task(stream())
-        await asyncio.sleep(chance.random() * 0.03)
+        await asyncio.sleep(chance.random() * patience_s)
         while not task.done():
             task.cancel()
             await asyncio.sleep(chance.random() * 0.005)
         assert task.cancelled() or task.exception() is None
-    assert transports  # some got as far as that
+        if not transports:  # a machine on which opening takes longer
+            patience_s *= 1.2
+    assert transports
     for transport in transports:
         assert_idle(transport.statistics())
         assert transport.statistics().io.open_files == 0

@@ -165,3 +165,19 @@ async def test_two_transports_of_one_cache_are_independent(sample: Sample, devic
         for layer in one.layers:
             group.start_soon(sample.check_prefetch, one, layer)
             group.start_soon(sample.check_prefetch, other, layer)
+
+
+async def test_what_is_evicted_is_brought_anew(sample: Sample, device: str) -> None:
+    async with open_transport(sample.root, device=device) as transport:
+        async with await transport.prefetch("blocks.0") as held:
+            await sample.check_prefetch(transport, "blocks.1")
+            await settled(transport)
+            held.tensors["blocks.0.up.weight"].zero_()
+            decoded = transport.statistics().decoded_bytes
+            transport.evict()
+            assert transport.statistics().residency.resident == 1
+            assert not held.released
+        transport.evict()
+        assert transport.statistics().residency.resident == 0
+        await sample.check_prefetch(transport, "blocks.0")
+        assert transport.statistics().decoded_bytes > decoded

@@ -139,7 +139,7 @@ def _time_tier(streamer: Streamer, stages: Stages, decodes: Iterator[float], tie
                 streamer.ready(tier)
                 alone.setdefault("read", []).append(stages.read())
             if streamer.device.type == "cuda":
-                alone.setdefault("copy", []).append(stages.copy())
+                alone.setdefault("copy", []).append(stages.copy(streamer.host if tier is Tier.HOST else None))
             alone.setdefault("decode", []).append(next(decodes))
             streamer.ready(tier)
             done.append(passes.run())

@@ -48,7 +48,7 @@ def processor(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: seconds from the first request until the last layer was there; the transport's account on both sides."""
+    """One pass: seconds from the first request until the last layer was there; the transport's account around it."""
 
     seconds: float
     before: TransportStatistics

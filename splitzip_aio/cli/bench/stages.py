@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import SlotTable
 from splitzip_aio.drivers import open_driver
 from splitzip_aio.errors import CorruptDataError
+from splitzip_aio.host_cache import HostCache
 from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 from splitzip_aio.staging import StagingRing, split_ring
@@ -77,18 +79,26 @@ class Stages:
         with self._ring() as ring:
             return anyio.run(self._read, ring)
 
-    def copy(self) -> float:
-        """Seconds in which the slots' bytes go to the device one after another, as far as a slot is read."""
+    def copy(self, host: HostCache | None = None) -> float:
+        """Seconds in which everything goes to the device, slot after slot, from the ring or from a host cache's memory.
+
+        A ring stays in the processor's cache, if that is large, and a host cache does not.
+        """
         with self._ring() as ring, torch.cuda.device(self._device):
-            sources = [torch.frombuffer(slot.memory, dtype=torch.uint8) for slot in ring.slots]
-            landing = [torch.empty_like(sources[0], device=self._device) for _ in range(_LANDING_BUFFERS)]
+            if host is None:
+                slots = itertools.cycle(ring.slots)
+                extents = [next(slots).memory[: read.nbytes] for read in self.reads]
+            else:
+                extents = host.extents()
+            sources = [torch.frombuffer(extent, dtype=torch.uint8) for extent in extents]
+            largest = max(source.numel() for source in sources)
+            landing = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(_LANDING_BUFFERS)]
             stream = torch.cuda.Stream()
             torch.cuda.synchronize()
             began = time.perf_counter()
             with torch.cuda.stream(stream):
-                for place, read in enumerate(self.reads):
-                    source = sources[place % len(sources)][: read.nbytes]
-                    landing[place % len(landing)][: read.nbytes].copy_(source, non_blocking=True)
+                for source, target in zip(sources, itertools.cycle(landing), strict=False):
+                    target[: source.numel()].copy_(source, non_blocking=True)
             stream.synchronize()
             return time.perf_counter() - began
 
