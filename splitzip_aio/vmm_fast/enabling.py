@@ -44,7 +44,7 @@ def enable_splitzip_fast_transport(
     host_cache_bytes: int | str = 0,
     host_cache: HostCache | None = None,
     driver: DriverName | DriverFactory = "auto",
-    io: IOMode = "auto",
+    io: IOMode | None = None,
     device: str | torch.device | None = None,
     timeline: Timeline | None = None,
 ) -> SplitZipNativeShardTransport:
@@ -69,7 +69,8 @@ def enable_splitzip_fast_transport(
         host_cache_bytes: page-locked memory that keeps compressed weights for later passes, at most.
         host_cache: an open host cache to keep them in instead.
         driver: ``"uring"``, ``"threads"`` or ``"auto"``; or a function that makes one.
-        io: how packs are read: ``"direct"``, ``"buffered"`` or ``"auto"``.
+        io: how packs are read: ``"direct"``, ``"buffered"`` or ``"auto"``. By default buffered, so that later passes
+            find them in the page cache; ``"auto"`` where a host tier has room for all of them.
         device: where to decode; by default the store's GPU.
         timeline: where to record what each stage does.
 
@@ -105,7 +106,7 @@ def enable_splitzip_fast_transport(
             host_cache_bytes=host_cache_bytes,
             host_cache=host_cache,
             driver=driver,
-            io=io,
+            io=io or _io_mode(units, host_cache_bytes, host_cache),
             layer_of=groups.layer_of,
             order=tuple(groups.sizes) or None,
             timeline=timeline,
@@ -197,6 +198,18 @@ def _arena_bytes(given: int | str | None, groups: Groups) -> int:
             f"better five times that; found {nbytes}"
         )
     return nbytes
+
+
+def _io_mode(
+    units: Sequence[tuple[str, Sequence[Entry]]], host_cache_bytes: int | str, host_cache: HostCache | None
+) -> IOMode:
+    """Passes repeat, so what was read has to stay somewhere."""
+    if host_cache is None:
+        kept = parse_bytes(host_cache_bytes, name="host_cache_bytes")
+    else:
+        kept = host_cache.statistics().capacity_bytes
+    needed = sum({entry.name: entry.encoded_bytes for _, entries in units for entry in entries}.values())
+    return "auto" if kept >= needed else "buffered"
 
 
 def _largest_unit(units: Sequence[tuple[str, Sequence[Entry]]]) -> int:

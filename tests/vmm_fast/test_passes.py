@@ -151,3 +151,16 @@ def test_consumer_reads_its_statistics(attached: Consumer, cache: SplitZipShardC
 
 def units(attached: Consumer) -> list[Any]:
     return attached.adapter._execution_units
+
+
+def test_what_was_read_stays_somewhere(attached: Consumer, cache: SplitZipShardCache, enable: Enable) -> None:
+    """In the host tier if that has room for all of it, or else in the page cache."""
+    attached.attach(BUDGETS[0])
+    for options in ({}, {"host_cache_bytes": "8kB"}):
+        with enable(attached.store, cache, adapter=attached.adapter, **options) as transport:
+            attached.run()
+            statistics = transport.statistics().transport
+            assert statistics.direct_files == statistics.direct_bytes == 0, options
+    with enable(attached.store, cache, adapter=attached.adapter, host_cache_bytes="8MiB") as transport:
+        statistics = transport.statistics().transport
+        assert statistics.direct_files == 1 or any("direct I/O" in each for each in statistics.fallbacks)
