@@ -10,6 +10,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self, TypeAlias
 
+from splitzip_aio.errors import SplitZipError
 from splitzip_aio.timeline import Stage
 
 if TYPE_CHECKING:
@@ -164,6 +165,28 @@ class ReadDriver(ABC):
             ClosedError: the driver or the file is closed.
             WrongEventLoopError: awaited in another event loop or process than the first read.
         """
+
+    @abstractmethod
+    def submit(
+        self,
+        file: FileHandle,
+        slot: int,
+        buffer_offset: int,
+        *,
+        offset: int,
+        nbytes: int,
+        urgent: bool,
+        done: Callable[[int | SplitZipError], None],
+    ) -> None:
+        """``read`` without a task that waits: ``done`` is called with what that would return or raise, in ``reap``.
+
+        A task for each read costs more than the read. Nothing cancels it but ``aclose``. What is wrong with the call
+        itself is raised at once.
+        """
+
+    @abstractmethod
+    async def reap(self) -> None:
+        """Return once no read that was given to ``submit`` is under way."""
 
     @abstractmethod
     def statistics(self) -> DriverStatistics:

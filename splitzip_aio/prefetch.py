@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from anyio.abc import TaskGroup
+from anyio.streams.memory import MemoryObjectSendStream
 
 from splitzip_aio.abc import PlannedRead, ReadDriver
-from splitzip_aio.errors import BusyError, CorruptDataError, SplitZipError
+from splitzip_aio.errors import BusyError, ClosedError, CorruptDataError, SplitZipError
 from splitzip_aio.host_cache import HostHold, HostTier
 from splitzip_aio.loading import FilledSlot, Load
 from splitzip_aio.packs import PackSource
 from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import Slot, StagingRing
+from splitzip_aio.waiting import wait_whatever_comes
 
 __all__ = ["Prefetcher"]
 
 
 class _Fill(NamedTuple):
-    """A slot to fill, and with what of which load; ``hold`` if the host tier has it."""
+    """A slot to fill, and with what of which load; ``ended`` is to be called when that is over."""
 
     slot: Slot
     load: Load
     read: PlannedRead
-    hold: HostHold | None
+    ended: Callable[[], None]
 
 
 class Prefetcher:
@@ -64,7 +66,8 @@ class Prefetcher:
         self._clock = clock or StageClock()
         self._loads: deque[Load] = deque()
         self._wake = anyio.Event()
-        self._closing = False
+        self._begun = anyio.Event()
+        self._closing = self._over = False
 
     def submit(self, load: Load) -> None:
         """Read a layer after those submitted before; an urgent one before those that are not."""
@@ -78,18 +81,26 @@ class Prefetcher:
 
     async def run(self) -> None:
         """Fill slots until ``close``; then close the output."""
-        send, receive = anyio.create_memory_object_stream[_Fill](len(self._ring.slots))
-        async with self._output, anyio.create_task_group() as group, receive:
-            for _ in self._ring.slots:  # a task for each slot that can be on its way: starting one takes long
-                group.start_soon(self._fill_all, receive.clone())
-            async with send:
-                while await self._wait_for_load():
-                    slot = await self._acquire()
-                    load = self._next_load()
-                    if load is None:
-                        self._ring.release(slot)
-                    else:
-                        self._begin(slot, load, send)
+        async with self._output, anyio.create_task_group() as group:
+            group.start_soon(self._reap)
+            while await self._wait_for_load():
+                slot = await self._acquire()
+                load = self._next_load()
+                if load is None:
+                    self._ring.release(slot)
+                else:
+                    self._begin(slot, load, group)
+            self._over = True
+            self._begun.set()
+
+    async def _reap(self) -> None:
+        """Have the driver call back for every read; nobody else waits for one."""
+        while True:
+            await self._driver.reap()
+            if self._over:
+                return
+            self._begun = anyio.Event()
+            await self._begun.wait()
 
     async def _acquire(self) -> Slot:
         with suppress(BusyError):
@@ -97,15 +108,18 @@ class Prefetcher:
         with self._clock.slot_wait():
             return await self._ring.acquire()
 
-    def _begin(self, slot: Slot, load: Load, fillers: MemoryObjectSendStream[_Fill]) -> None:
-        """Send on at once what the host tier has; leave the rest to the tasks that wait."""
+    def _begin(self, slot: Slot, load: Load, group: TaskGroup) -> None:
+        """Send on at once what the host tier has; read the rest, or have the tier see to it."""
         read = load.take()
-        hold = None if self._tier is None else self._tier.find(self._key(read), read.nbytes)
-        fill = _Fill(slot, load, read, hold)
-        if self._tier is not None and hold is not None and self._tier.at_hand(hold, read.nbytes):
-            self._send(fill, hold)
+        fill = _Fill(slot, load, read, self._clock.read(load.plan.name, slot.index, read.nbytes))
+        if self._tier is None:
+            self._read(fill, partial(self._settle, fill))
+            return
+        hold = self._tier.find(self._key(read), read.nbytes)
+        if hold is not None and self._tier.at_hand(hold, read.nbytes):
+            self._settle(fill, None, hold)
         else:
-            fillers.send_nowait(fill)
+            group.start_soon(self._bring, self._tier, fill, hold)
 
     async def _wait_for_load(self) -> bool:
         """Wait for a load with something to read; False if there will be none."""
@@ -122,56 +136,84 @@ class Prefetcher:
         queued = [load for load in self._loads if load.queued]
         return next((load for load in queued if load.urgent), queued[0] if queued else None)
 
-    async def _fill_all(self, waiting: MemoryObjectReceiveStream[_Fill]) -> None:
-        async with waiting:
-            async for fill in waiting:
-                await self._fill(fill)
-
-    async def _fill(self, fill: _Fill) -> None:
-        sent = False
-        try:
-            with self._clock.read(fill.load.plan.name, fill.slot.index, fill.read.nbytes):
-                hold = await self._bring(fill)
-            self._send(fill, hold)
-            sent = True
-        except SplitZipError as error:
-            fill.load.settle(error=error)
-        finally:
-            if not sent:
-                self._ring.release(fill.slot)
-
-    def _send(self, fill: _Fill, hold: HostHold | None) -> None:
-        self._ring.mark_ready(fill.slot)
-        self._output.send_nowait(FilledSlot(fill.slot, fill.read, fill.load, hold))
-
-    async def _bring(self, fill: _Fill) -> HostHold | None:
-        """Make a read, and keep it in the host tier if that is worth it; where it is if not in the slot."""
-        read = partial(self._read, fill.slot, fill.load, fill.read)
-        if self._tier is None:
-            await read()
-            return None
+    async def _bring(self, tier: HostTier, fill: _Fill, hold: HostHold | None) -> None:
+        """Make a read that the host tier wants to keep, or bring what is there and not at hand."""
         payload = fill.slot.payload[: fill.read.nbytes]
-        return await self._tier.bring(self._key(fill.read), payload, fill.hold, read)
+        try:
+            hold = await tier.bring(self._key(fill.read), payload, hold, partial(self._wait_for_read, fill))
+        except SplitZipError as error:
+            self._settle(fill, error)
+        except BaseException:
+            self._ring.release(fill.slot)
+            raise
+        else:
+            self._settle(fill, None, hold)
+
+    async def _wait_for_read(self, fill: _Fill) -> None:
+        errors: list[SplitZipError | None] = []
+        arrived = anyio.Event()
+
+        def done(error: SplitZipError | None) -> None:
+            errors.append(error)
+            arrived.set()
+
+        self._read(fill, done)
+        await wait_whatever_comes(arrived)  # until then the slot is the driver's
+        (error,) = errors
+        if error is not None:
+            raise error
+
+    def _read(self, fill: _Fill, done: Callable[[SplitZipError | None], None]) -> None:
+        """Read into the slot, and call ``done`` with what went wrong."""
+        read, file = fill.read, self._files[fill.read.pack]
+
+        def ended(result: int | SplitZipError) -> None:
+            if isinstance(result, SplitZipError):
+                done(result)
+            else:
+                done(None if result >= read.nbytes else _incomplete(read, result, missing=False))
+
+        if file is None:
+            done(_incomplete(read, 0, missing=True))
+            return
+        try:
+            handle = file.handle(read.offset, read.nbytes)
+            self._driver.submit(
+                handle,
+                fill.slot.index,
+                0,
+                offset=read.offset,
+                nbytes=read.nbytes,
+                urgent=fill.load.urgent,
+                done=ended,
+            )
+        except SplitZipError as error:
+            done(error)
+        else:
+            self._begun.set()
+
+    def _settle(self, fill: _Fill, error: SplitZipError | None, hold: HostHold | None = None) -> None:
+        """A slot is full, or its contents are where ``hold`` says; or it is not going to be."""
+        fill.ended()
+        if error is None:
+            self._ring.mark_ready(fill.slot)
+            try:
+                self._output.send_nowait(FilledSlot(fill.slot, fill.read, fill.load, hold))
+            except (anyio.BrokenResourceError, anyio.ClosedResourceError):  # torn down with its event loop
+                error = ClosedError("streaming ended before this read was decoded")
+        if error is not None:
+            self._ring.release(fill.slot)
+            fill.load.settle(error=error)
 
     def _key(self, read: PlannedRead) -> Hashable:
         """What the host tier knows a read by."""
         file = self._files[read.pack]
         return None if file is None else file.identity, read.offset, read.nbytes
 
-    async def _read(self, slot: Slot, load: Load, read: PlannedRead) -> None:
-        file, count = self._files[read.pack], 0
-        if file is not None:
-            count = await self._driver.read(
-                file.handle(read.offset, read.nbytes),
-                slot.index,
-                0,
-                offset=read.offset,
-                nbytes=read.nbytes,
-                urgent=load.urgent,
-            )
-        if count < read.nbytes:
-            lost = next(segment for segment in read.segments if segment.source + segment.nbytes > count)
-            raise CorruptDataError(
-                f"tensor {lost.tensor!r}: {read.path} is {'missing' if file is None else 'too short'}: "
-                f"expected {lost.nbytes} bytes at {read.offset + lost.source}; rebuild the cache"
-            )
+
+def _incomplete(read: PlannedRead, count: int, *, missing: bool) -> CorruptDataError:
+    lost = next(segment for segment in read.segments if segment.source + segment.nbytes > count)
+    return CorruptDataError(
+        f"tensor {lost.tensor!r}: {read.path} is {'missing' if missing else 'too short'}: "
+        f"expected {lost.nbytes} bytes at {read.offset + lost.source}; rebuild the cache"
+    )

@@ -61,16 +61,16 @@ class StageClock:
         finally:
             self._change(_Place.SLOT, -1)
 
-    @contextmanager
-    def read(self, layer: str, slot: int, nbytes: int) -> Iterator[None]:
-        """A slot is being filled."""
+    def read(self, layer: str, slot: int, nbytes: int) -> Callable[[], None]:
+        """A slot is being filled; call what is returned when it is full, or given up."""
         self._change(_Place.DISK, 1)
         end = self._begin(Stage.READ, layer, slot, nbytes)
-        try:
-            yield
-        finally:
+
+        def ended() -> None:
             self._change(_Place.DISK, -1)
             end()
+
+        return ended
 
     @contextmanager
     def upload(self, layer: str, slot: int, nbytes: int, decoded_bytes: int, *, in_place: bool) -> Iterator[Upload]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -19,6 +20,7 @@ from splitzip_aio.abc import (
     ReadDriver,
     StageTrace,
 )
+from splitzip_aio.errors import SplitZipError
 from splitzip_aio.loading import Load
 from splitzip_aio.plan import LayerPlan
 
@@ -27,21 +29,38 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """Tasks that reached a point, in order, each let through when the test says so."""
+    """Those who reached a point, in order, each let through when the test says so."""
 
     def __init__(self) -> None:
-        self.open = False
         self.arrived: list[object] = []
+        self.is_open = False
         self._events: list[anyio.Event] = []
+        self._changed = anyio.Event()
 
-    async def pass_through(self, who: object) -> None:
+    def let_all(self) -> None:
+        """Let everybody through from now on."""
+        self.is_open = True
+        self._changed.set()
+
+    def arrive(self, who: object) -> anyio.Event:
+        """Note an arrival; the event is set when the test lets it through."""
         self.arrived.append(who)
         self._events.append(anyio.Event())
-        if not self.open:
-            await self._events[-1].wait()
+        return self._events[-1]
+
+    async def pass_through(self, who: object) -> None:
+        event = self.arrive(who)
+        if not self.is_open:
+            await event.wait()
+
+    async def change(self) -> None:
+        """Wait until the test opens the gate, or lets someone through."""
+        self._changed = anyio.Event()
+        await self._changed.wait()
 
     def let(self, place: int) -> None:
         self._events[place].set()
+        self._changed.set()
 
 
 class FakeFile(FileHandle):
@@ -67,8 +86,9 @@ class FakeDriver(ReadDriver):
 
     def __init__(self) -> None:
         self.gate = Gate()
-        self.failures: dict[int, Exception] = {}
+        self.failures: dict[int, SplitZipError] = {}
         self.urgent: dict[int, bool] = {}
+        self._waiting: list[tuple[anyio.Event, Callable[[], None]]] = []
 
     name = "fake"
     buffers: Sequence[memoryview] = ()
@@ -79,11 +99,31 @@ class FakeDriver(ReadDriver):
     async def read(
         self, file: FileHandle, slot: int, buffer_offset: int, *, offset: int, nbytes: int, urgent: bool = False
     ) -> int:
+        raise NotImplementedError
+
+    def submit(
+        self,
+        file: FileHandle,
+        slot: int,
+        buffer_offset: int,
+        *,
+        offset: int,
+        nbytes: int,
+        urgent: bool,
+        done: Callable[[int | SplitZipError], None],
+    ) -> None:
         self.urgent[offset] = urgent
-        await self.gate.pass_through(offset)
-        if offset in self.failures:
-            raise self.failures[offset]
-        return max(0, min(file.size - offset, nbytes))
+        result = self.failures.get(offset, max(0, min(file.size - offset, nbytes)))
+        self._waiting.append((self.gate.arrive(offset), partial(done, result)))
+
+    async def reap(self) -> None:
+        while self._waiting:
+            ready = [entry for entry in self._waiting if self.gate.is_open or entry[0].is_set()]
+            if not ready:
+                await self.gate.change()
+            for entry in ready:
+                self._waiting.remove(entry)
+                entry[1]()
 
     def statistics(self) -> DriverStatistics:
         raise NotImplementedError

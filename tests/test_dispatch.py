@@ -52,7 +52,7 @@ async def running(ring: StagingRing) -> AsyncIterator[Rig]:
 
 async def test_reads_go_to_the_layers_range(ring: StagingRing) -> None:
     async with running(ring) as rig:
-        rig.arena.gate.open = True
+        rig.arena.gate.let_all()
         load = rig.loads.make("one", [0, 8192], base=1024)
         rig.feed(load)
         rig.feed(load)
@@ -77,7 +77,7 @@ async def test_uploads_overlap_and_each_frees_its_slot(ring: StagingRing) -> Non
 
 async def test_wrong_bytes_fail_their_load_and_no_other(ring: StagingRing) -> None:
     async with running(ring) as rig:
-        rig.arena.gate.open = True
+        rig.arena.gate.let_all()
         rig.arena.failures[0] = CorruptDataError("bad")
         bad, good = rig.loads.make("bad", [0, 4096]), rig.loads.make("good", [8192], base=512)
         rig.feed(bad)

@@ -70,7 +70,7 @@ async def test_reads_are_in_order_and_as_many_at_once_as_there_are_slots(ring: S
         filled = await rig.next()
         assert (filled.load.plan.name, filled.read.offset) == ("one", 4096)
         assert filled.slot.state is SlotState.READY
-        rig.driver.gate.open = True
+        rig.driver.gate.let_all()
         rig.driver.gate.let(0)
         ring.release(filled.slot)
         rig.prefetcher.close()
@@ -85,7 +85,7 @@ async def test_urgent_loads_overtake_those_that_are_read_ahead(ring: StagingRing
         rig.prefetcher.submit(rig.loads.make("later", [16384], urgent=False))
         await anyio.wait_all_tasks_blocked()
         rig.prefetcher.submit(rig.loads.make("urgent", [20480]))
-        rig.driver.gate.open = True
+        rig.driver.gate.let_all()
         rig.driver.gate.let(0)
         rig.driver.gate.let(1)
         rig.prefetcher.close()
@@ -103,7 +103,7 @@ async def test_a_cancelled_load_is_not_read_further(ring: StagingRing) -> None:
         load.cancel()
         rig.prefetcher.submit(rig.loads.make("two", [12288]))
         assert rig.loads.settled == []
-        rig.driver.gate.open = True
+        rig.driver.gate.let_all()
         rig.driver.gate.let(0)
         rig.driver.gate.let(1)
         rig.prefetcher.close()
@@ -130,7 +130,7 @@ async def test_a_slot_taken_for_nothing_goes_back(ring: StagingRing) -> None:
 
 async def test_a_failed_read_fails_its_load_and_no_other(ring: StagingRing) -> None:
     async with running(ring) as rig:
-        rig.driver.gate.open = True
+        rig.driver.gate.let_all()
         rig.driver.failures[0] = ReadError(5, "no", "a.szp")
         broken = rig.loads.make("broken", [0, 4096, 8192])
         rig.prefetcher.submit(broken)
@@ -153,7 +153,7 @@ async def test_a_failed_read_fails_its_load_and_no_other(ring: StagingRing) -> N
 )
 async def test_what_is_not_there_is_named(ring: StagingRing, pack: int, offset: int, message: str) -> None:
     async with running(ring) as rig:
-        rig.driver.gate.open = True
+        rig.driver.gate.let_all()
         load = rig.loads.make("one", [offset], pack=pack)
         rig.prefetcher.submit(load)
         rig.prefetcher.close()
@@ -168,7 +168,7 @@ async def test_it_waits_for_work_and_ends_when_closed(ring: StagingRing) -> None
     async with running(ring) as rig:
         await anyio.wait_all_tasks_blocked()
         assert ring.statistics().free == 2  # nothing is held while there is nothing to do
-        rig.driver.gate.open = True
+        rig.driver.gate.let_all()
         rig.prefetcher.submit(rig.loads.make("one", [0]))
         ring.release((await rig.next()).slot)
         rig.prefetcher.close()

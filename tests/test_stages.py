@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -40,6 +41,15 @@ def waited(clock: StageClock) -> dict[str, float]:
     }
 
 
+@contextmanager
+def reading(clock: StageClock, layer: str, slot: int, nbytes: int) -> Iterator[None]:
+    end = clock.read(layer, slot, nbytes)
+    try:
+        yield
+    finally:
+        end()
+
+
 def test_nothing_on_its_way_waits_for_the_consumer(clock: StageClock, hands: Hands) -> None:
     hands.time += 3
     assert waited(clock) == {"consumer": 3}
@@ -48,7 +58,7 @@ def test_nothing_on_its_way_waits_for_the_consumer(clock: StageClock, hands: Han
 def test_a_slot_goes_through_each_stage(clock: StageClock, hands: Hands) -> None:
     with clock.slot_wait():
         hands.time += 1
-    with clock.read("one", 0, 4096):
+    with reading(clock, "one", 0, 4096):
         hands.time += 2
     with clock.upload("one", 0, 4096, 6000, in_place=False) as upload:
         hands.time += 4
@@ -67,7 +77,7 @@ def test_what_is_decoded_in_place_is_never_copied(clock: StageClock, hands: Hand
 
 
 def test_one_slot_downstream_costs_nothing_while_others_are_read(clock: StageClock, hands: Hands) -> None:
-    with clock.read("one", 0, 4096), clock.upload("one", 1, 4096, 6000, in_place=True):
+    with reading(clock, "one", 0, 4096), clock.upload("one", 1, 4096, 6000, in_place=True):
         hands.time += 5
     assert waited(clock) == {"disk": 5}
 
@@ -78,7 +88,7 @@ def test_a_backlog_is_what_is_waited_for_however_much_is_read(
 ) -> None:
     with ExitStack() as work:
         for slot in range(3):
-            work.enter_context(clock.read("one", slot, 4096))
+            work.enter_context(reading(clock, "one", slot, 4096))
         for slot in range(3, 5):
             work.enter_context(clock.upload("one", slot, 4096, 6000, in_place=in_place))
         work.enter_context(clock.slot_wait())
@@ -101,7 +111,7 @@ def test_it_stops(clock: StageClock, hands: Hands) -> None:
 
 @pytest.mark.parametrize("stage", ["read", "upload"])
 def test_what_fails_is_over(clock: StageClock, hands: Hands, stage: str) -> None:
-    work = clock.read("one", 0, 1) if stage == "read" else clock.upload("one", 0, 1, 1, in_place=False)
+    work = reading(clock, "one", 0, 1) if stage == "read" else clock.upload("one", 0, 1, 1, in_place=False)
     with pytest.raises(OSError, match="broken"), work:
         raise OSError("broken")
     hands.time += 2
@@ -111,7 +121,7 @@ def test_what_fails_is_over(clock: StageClock, hands: Hands, stage: str) -> None
 def test_slices_only_for_a_timeline(hands: Hands) -> None:
     timeline = Timeline()
     clock = StageClock(timeline, now=hands)
-    with clock.read("one", 7, 4096):
+    with reading(clock, "one", 7, 4096):
         hands.time += 2
     with clock.upload("one", 7, 4096, 6000, in_place=True) as upload:
         assert upload.trace is not None

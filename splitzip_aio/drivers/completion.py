@@ -7,7 +7,7 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from anyio import CancelScope, Event, get_cancelled_exc_class, move_on_after, wait_readable
@@ -15,8 +15,14 @@ from anyio.lowlevel import checkpoint_if_cancelled, current_token
 
 from splitzip_aio.abc import DriverStatistics, FileHandle, IOMode, ReadDriver
 from splitzip_aio.drivers.files import OpenFile, open_file
-from splitzip_aio.drivers.operation import Extent, Operation, Outcome, Slots, split
-from splitzip_aio.errors import ClosedError, InvalidArgumentError, ReadError, WrongEventLoopError
+from splitzip_aio.drivers.operation import Extent, Operation, Outcome, Slots, Until, check_range, split
+from splitzip_aio.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    ReadError,
+    SplitZipError,
+    WrongEventLoopError,
+)
 
 __all__ = ["CompletionDriver", "Engine"]
 
@@ -75,6 +81,8 @@ class CompletionDriver(ReadDriver):
     is done it hands the lead to one that still waits. A background task would need a task group, and hence an
     ``async with`` around the driver's whole life in one task; leading needs none.
 
+    Reads that no task waits for are reaped by whoever awaits ``reap``, or by the others on the way.
+
     **Backpressure.** At most ``queue_depth`` extents are the kernel's. The others queue here and cost no more
     than their place in a deque; a caller waits for its extents, however many are before it. There are two such
     deques: a demand for what is needed now must not wait behind all that is read ahead, so urgent extents go
@@ -111,7 +119,8 @@ class CompletionDriver(ReadDriver):
         self._operations: dict[Operation, None] = {}
         self._led = False
         self._closed = False
-        self._idle: Event | None = None
+        self._submitted = 0
+        self._patient: list[Until] = []
         self._token: object = None
         self._process = os.getpid()
         self._outcome = Outcome()
@@ -149,7 +158,7 @@ class CompletionDriver(ReadDriver):
         self._check_usable()
         self._check_loop()
         opened = self._check_file(file)
-        self._check_range(opened, slot, buffer_offset, offset, nbytes)
+        check_range(opened, self._slots, slot, buffer_offset, offset, nbytes)
         await checkpoint_if_cancelled()
         operation = Operation(opened, urgent=urgent)
         extents = split(
@@ -163,11 +172,40 @@ class CompletionDriver(ReadDriver):
         await self._perform(operation, extents)
         if operation.failure is not None:
             raise operation.failure
-        count = sum(extent.done for extent in extents)
-        self._reads += 1
-        self._bytes_read += count
-        self._direct_bytes_read += count if opened.direct else 0
-        return count
+        return self._count(opened, extents)
+
+    def submit(
+        self,
+        file: FileHandle,
+        slot: int,
+        buffer_offset: int,
+        *,
+        offset: int,
+        nbytes: int,
+        urgent: bool,
+        done: Callable[[int | SplitZipError], None],
+    ) -> None:
+        """Read an extent of a file into a slot, and call ``done``; see ``ReadDriver.submit``."""
+        self._check_usable()
+        self._check_loop()
+        opened = self._check_file(file)
+        check_range(opened, self._slots, slot, buffer_offset, offset, nbytes)
+        operation = Operation(opened, urgent=urgent)
+        extents = split(
+            operation, slot=slot, position=buffer_offset, offset=offset, nbytes=nbytes, chunk_bytes=self._chunk_bytes
+        )
+        operation.call = partial(self._finish, operation, extents, done)
+        self._submitted += 1
+        self._enqueue(operation, extents)
+        try:
+            self._pump()
+        except SplitZipError as exc:
+            operation.withdraw(exc)
+        operation.wake()  # it may be done: there was nothing to read
+
+    async def reap(self) -> None:
+        """Return once no read that was given to ``submit`` is under way."""
+        await self._wait_until(lambda: not self._submitted)
 
     def statistics(self) -> DriverStatistics:
         """A snapshot of the counters."""
@@ -191,15 +229,14 @@ class CompletionDriver(ReadDriver):
     async def aclose(self) -> None:
         """Close files and driver once nothing is in flight; queued reads get ClosedError. Idempotent."""
         self._closed = True
-        for operation in self._operations:
+        for operation in list(self._operations):
             operation.withdraw(ClosedError("the driver was closed before this read began"))
             operation.wake()
         cancelled: BaseException | None = None
         with CancelScope(shield=True):
             while self._operations:
-                self._idle = self._idle or Event()
                 try:
-                    await self._idle.wait()
+                    await self._wait_until(lambda: not self._operations)
                 except get_cancelled_exc_class() as exc:
                     cancelled = exc
         self._finalizer.detach()
@@ -210,9 +247,7 @@ class CompletionDriver(ReadDriver):
 
     async def _perform(self, operation: Operation, extents: list[Extent]) -> None:
         """Return when the operation is done; raise only when nothing of it is the kernel's any more."""
-        self._operations[operation] = None
-        operation.file.pin()
-        (self._urgent if operation.urgent else self._queue).extend(extents)
+        self._enqueue(operation, extents)
         try:
             self._pump()
             await self._wait(operation)
@@ -228,6 +263,45 @@ class CompletionDriver(ReadDriver):
                 operation.file.unpin()
             self._hand_over()
 
+    def _enqueue(self, operation: Operation, extents: list[Extent]) -> None:
+        self._operations[operation] = None
+        operation.file.pin()
+        (self._urgent if operation.urgent else self._queue).extend(extents)
+
+    def _finish(self, operation: Operation, extents: list[Extent], done: Callable[[int | SplitZipError], None]) -> None:
+        """The end of an operation that no task waits for."""
+        del self._operations[operation]
+        operation.file.unpin()
+        self._submitted -= 1
+        self._wake_patient()
+        if operation.failure is not None:
+            done(operation.failure)
+        else:
+            done(self._count(operation.file, extents))
+
+    def _count(self, file: OpenFile, extents: list[Extent]) -> int:
+        """Bytes that a successful operation read, added to the counters."""
+        count = sum(extent.done for extent in extents)
+        self._reads += 1
+        self._bytes_read += count
+        self._direct_bytes_read += count if file.direct else 0
+        return count
+
+    async def _wait_until(self, over: Callable[[], bool]) -> None:
+        """Wait for something other than an operation of one's own, and reap meanwhile."""
+        waiter = Until(over)
+        self._patient.append(waiter)
+        try:
+            await self._wait(waiter)
+        finally:
+            self._patient.remove(waiter)
+            self._hand_over()
+
+    def _wake_patient(self) -> None:
+        for waiter in self._patient:
+            if waiter.done:
+                waiter.wake()
+
     async def _wait_out(self, operation: Operation) -> None:
         with CancelScope(shield=True):
             while not operation.done:
@@ -236,18 +310,18 @@ class CompletionDriver(ReadDriver):
                 except get_cancelled_exc_class():
                     continue
 
-    async def _wait(self, operation: Operation) -> None:
-        while not operation.done:
+    async def _wait(self, waiter: Operation | Until) -> None:
+        while not waiter.done:
             if self._led:
-                operation.wakeup = Event()
-                await operation.wakeup.wait()
+                waiter.wakeup = Event()
+                await waiter.wakeup.wait()
             else:
-                await self._lead(operation)
+                await self._lead(waiter)
 
-    async def _lead(self, operation: Operation) -> None:
+    async def _lead(self, waiter: Operation | Until) -> None:
         self._led = True
         try:
-            while not operation.done:
+            while not waiter.done:
                 if self._engine.flush():
                     await wait_readable(self._engine)
                 else:
@@ -258,13 +332,13 @@ class CompletionDriver(ReadDriver):
             self._led = False
 
     def _hand_over(self) -> None:
-        """Wake a waiting operation if none leads, or whoever waits for there to be none."""
-        if not self._operations and self._idle is not None:
-            self._idle.set()
+        """Wake one that waits if none leads, and those who have waited long enough."""
+        self._wake_patient()
         if not self._led:
-            for operation in self._operations:
-                if operation.wakeup is not None and not operation.done:
-                    operation.wake()
+            waiters: list[Operation | Until] = [*self._patient, *self._operations]
+            for waiter in waiters:
+                if waiter.wakeup is not None and not waiter.done:
+                    waiter.wakeup.set()
                     return
 
     def _settle(self) -> None:
@@ -315,28 +389,6 @@ class CompletionDriver(ReadDriver):
         if not isinstance(file, OpenFile) or file not in self._files:
             raise InvalidArgumentError(f"{file.path}: opened by another driver")
         return file
-
-    def _check_range(self, file: OpenFile, slot: int, position: int, offset: int, nbytes: int) -> None:
-        if not 0 <= slot < len(self._slots.views):
-            raise InvalidArgumentError(f"slot {slot} does not exist; there are {len(self._slots.views)}")
-        if min(position, offset, nbytes) < 0:
-            raise InvalidArgumentError(
-                f"{file.path}: negative buffer_offset, offset or nbytes: {position}, {offset}, {nbytes}"
-            )
-        size = len(self._slots.views[slot])
-        if position + nbytes > size:
-            raise InvalidArgumentError(f"{file.path}: {nbytes} bytes at {position} do not fit a slot of {size} bytes")
-        if (offset | nbytes) % file.offset_alignment:
-            raise InvalidArgumentError(
-                f"{file.path}: a direct read needs offset and nbytes in multiples of {file.offset_alignment}, "
-                f"found {offset} and {nbytes}; round outward"
-            )
-        address = self._slots.addresses[slot] + position
-        if address % file.memory_alignment:
-            raise InvalidArgumentError(
-                f"{file.path}: a direct read needs memory at a multiple of {file.memory_alignment}; "
-                f"slot {slot} + {position} is at {address:#x}"
-            )
 
 
 def _torn_down(exc: BaseException | None) -> bool:

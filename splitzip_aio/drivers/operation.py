@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from anyio import Event
 
 from splitzip_aio.drivers.files import OpenFile
-from splitzip_aio.errors import ReadError, SplitZipError
+from splitzip_aio.errors import InvalidArgumentError, ReadError, SplitZipError
 
-__all__ = ["Extent", "Operation", "Outcome", "Slots", "split"]
+__all__ = ["Extent", "Operation", "Outcome", "Slots", "Until", "check_range", "split"]
 
 RETRIES_WITHOUT_PROGRESS = 16
 _TRANSIENT = frozenset({errno.EINTR, errno.EAGAIN})
@@ -54,6 +55,7 @@ class Operation:
         withdrawn: the queued ones are not wanted any more.
         failure: the first error of any extent.
         wakeup: set for the task that waits for this operation, when it should look again.
+        call: called once it is done, where no task waits for it.
     """
 
     file: OpenFile
@@ -63,6 +65,7 @@ class Operation:
     withdrawn: bool = False
     failure: SplitZipError | None = None
     wakeup: Event | None = None
+    call: Callable[[], None] | None = None
 
     @property
     def done(self) -> bool:
@@ -76,7 +79,32 @@ class Operation:
         self.failure = self.failure or failure
 
     def wake(self) -> None:
-        """Let the waiting task look again."""
+        """Let the waiting task look again, or make the call if it is time for that."""
+        if self.wakeup is not None:
+            self.wakeup.set()
+        elif self.call is not None and self.done:
+            call, self.call = self.call, None
+            call()
+
+
+class Until:
+    """A task that waits for something, as ``Operation`` is one that waits for its extents.
+
+    Attributes:
+        wakeup: set for the task, when it should look again.
+    """
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self._over = over
+        self.wakeup: Event | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has waited long enough."""
+        return self._over()
+
+    def wake(self) -> None:
+        """Let the task look again."""
         if self.wakeup is not None:
             self.wakeup.set()
 
@@ -164,3 +192,31 @@ def split(
         extents.append(Extent(operation, slot, position + start, offset + start, length, expected))
     operation.queued = len(extents)
     return extents
+
+
+def check_range(file: OpenFile, slots: Slots, slot: int, position: int, offset: int, nbytes: int) -> None:
+    """Whether such a read is possible, in this file and into these slots.
+
+    Raises:
+        InvalidArgumentError: a slot or range that does not exist, or a misaligned one.
+    """
+    if not 0 <= slot < len(slots.views):
+        raise InvalidArgumentError(f"slot {slot} does not exist; there are {len(slots.views)}")
+    if min(position, offset, nbytes) < 0:
+        raise InvalidArgumentError(
+            f"{file.path}: negative buffer_offset, offset or nbytes: {position}, {offset}, {nbytes}"
+        )
+    size = len(slots.views[slot])
+    if position + nbytes > size:
+        raise InvalidArgumentError(f"{file.path}: {nbytes} bytes at {position} do not fit a slot of {size} bytes")
+    if (offset | nbytes) % file.offset_alignment:
+        raise InvalidArgumentError(
+            f"{file.path}: a direct read needs offset and nbytes in multiples of {file.offset_alignment}, "
+            f"found {offset} and {nbytes}; round outward"
+        )
+    address = slots.addresses[slot] + position
+    if address % file.memory_alignment:
+        raise InvalidArgumentError(
+            f"{file.path}: a direct read needs memory at a multiple of {file.memory_alignment}; "
+            f"slot {slot} + {position} is at {address:#x}"
+        )

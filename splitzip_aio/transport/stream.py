@@ -27,6 +27,7 @@ from splitzip_aio.telemetry import TransportStatistics
 from splitzip_aio.timeline import Timeline
 from splitzip_aio.transport.lease import Lease
 from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
+from splitzip_aio.waiting import wait_whatever_comes
 
 __all__ = ["Parts", "Transport"]
 
@@ -153,7 +154,7 @@ class Transport:
         """
         self._check_loop()
         self._stop(ClosedError("the transport is closed"))
-        await _wait_whatever_comes(self._ended)
+        await wait_whatever_comes(self._ended)
 
     @property
     def failure(self) -> TransportError | None:
@@ -220,19 +221,3 @@ def _first(exc: BaseException) -> BaseException:
     while isinstance(exc, BaseExceptionGroup):
         exc = exc.exceptions[0]
     return exc
-
-
-async def _wait_whatever_comes(event: anyio.Event) -> None:
-    """Wait for an event, and let a cancellation through only then.
-
-    asyncio's own ``Task.cancel`` reaches through the shield of an anyio scope, once for each call.
-    """
-    cancelled: BaseException | None = None
-    with anyio.CancelScope(shield=True):
-        while not event.is_set():
-            try:
-                await event.wait()
-            except anyio.get_cancelled_exc_class() as exc:
-                cancelled = exc
-    if cancelled is not None:
-        raise cancelled

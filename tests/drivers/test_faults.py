@@ -110,7 +110,7 @@ async def test_eio_is_one_error_and_the_next_read_is_right(rig: Any) -> None:
         assert caught.value.filename == it.file.path
         schedule.rate = 0.0
         assert await it.read(0, 3 * MIB)
-    assert schedule.counts == {FaultKind.EIO: 2}  # a chunk of two MiB, and one of one
+    assert schedule.counts == {FaultKind.EIO: 1}
 
 
 async def test_a_refused_direct_read_goes_on_buffered(rig: Any) -> None:
