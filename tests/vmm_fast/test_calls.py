@@ -215,6 +215,21 @@ def test_single_bindings(attached: Consumer, cache: SplitZipShardCache, enable: 
     attached.run()
 
 
+def test_a_weight_of_another_size_is_not_the_same(
+    attached: Consumer, cache: SplitZipShardCache, enable: Enable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a part of a slice is bound: what the cache has is more."""
+    from dataclasses import replace
+
+    attached.attach(10**9)
+    transport = enable(attached.store, cache, adapter=attached.adapter)
+    part = replace(block(attached, 0)[0], nbytes=64)
+    given: list[Any] = []
+    monkeypatch.setattr(transport.inner, "upload_batch", lambda bindings, *_: given.extend(bindings))
+    call(transport, attached, [part])
+    assert given == [part]
+
+
 def test_everything_else_is_delegated(attached: Consumer, half: SplitZipShardCache, enable: Enable) -> None:
     attached.attach(10**9)
     transport = enable(attached.store, half, adapter=attached.adapter)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from splitzip_aio.cache import SplitZipShardCache, build_cache
 from splitzip_aio.cache.checkpoint import open_checkpoint
+from splitzip_aio.vmm_fast.__main__ import main
 from splitzip_aio.vmm_fast.catalog import Catalog, Groups, units_of
 from splitzip_aio.vmm_fast.rounds import FirstRound
 from splitzip_aio.vmm_fast.views import ArenaViews
@@ -133,20 +134,16 @@ def test_views_are_made_once_and_outlive_inference_mode(monkeypatch: pytest.Monk
     assert views(first, 24, 8) is not view
 
 
-def say(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "splitzip_aio.vmm_fast", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_command(checkpoint: Path, tmp_path: Path) -> None:
-    good = say(checkpoint, tmp_path / "cache")
+def test_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "splitzip_aio.vmm_fast", str(checkpoint), str(tmp_path / "cache")]
+    good = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert good.returncode == 0, good.stderr
     assert "5 of 5 tensors, 10240 of 10240 bytes" in good.stdout
     assert f"enable_splitzip_fast_transport(loaded.hook, {str(tmp_path / 'cache')!r})" in good.stdout
     save_file({"x": torch.zeros(4)}, tmp_path / "other.safetensors")
-    other = say(tmp_path / "other.safetensors", tmp_path / "cache")
-    assert other.returncode == 1
-    assert "0 of 1 tensors" in other.stderr
-    assert say(checkpoint, tmp_path / "nothing").returncode == 1
+    assert main([str(tmp_path / "other.safetensors"), str(tmp_path / "cache")]) == 1
+    assert "0 of 1 tensors" in capsys.readouterr().err
+    assert main([str(checkpoint), str(tmp_path / "nothing")]) == 1
     save_file({"head.weight": torch.zeros(64, 8)}, checkpoint)
-    assert say(checkpoint, tmp_path / "cache").returncode == 1
+    assert main([str(checkpoint), str(tmp_path / "cache")]) == 1
+    assert "changed since the cache was built" in capsys.readouterr().err

@@ -122,6 +122,16 @@ def test_only_what_fits_is_held() -> None:
     assert harness.transport.take_log() == ["cancel a", "cancel b", "close"]
 
 
+def test_a_group_is_held_once() -> None:
+    harness = Harness(100 * SIZE)
+    harness.streamer.hold(harness.pieces("ab"), "owner")
+    harness.streamer.hold(harness.pieces("bc"), "another")
+    assert harness.transport.take_log() == ["begin a", "begin b", "begin c"]
+    harness.streamer.let_go("another")
+    harness.streamer.let_go("owner")
+    assert harness.transport.take_log() == ["cancel c", "cancel a", "cancel b"]
+
+
 def test_after_a_failure_nothing_stays_asked_for() -> None:
     harness = Harness(100 * SIZE)
     harness.transport.broken.add(harness.groups.layer_of("a"))
