@@ -398,3 +398,13 @@ def test_device_that_is_not_there(offloaded: Offloaded, sample: Sample, device: 
     with pytest.raises((UnsupportedError, InvalidArgumentError), match="device"):
         offloaded(model, device=device)
     check(model, sample)
+
+
+@pytest.mark.slow
+def test_compiled(offloaded: Offloaded, sample: Sample) -> None:
+    """Right, with its units as they are."""
+    model = offloaded()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(ids()), sample.expected)
