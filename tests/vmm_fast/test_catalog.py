@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from splitzip_aio.cache import SplitZipShardCache, build_cache
 from splitzip_aio.cache.checkpoint import open_checkpoint
@@ -82,7 +82,7 @@ def test_first_round() -> None:
 def checkpoint(tmp_path: Path) -> Path:
     torch.manual_seed(0)
     names = ["list.10.up.weight", "list.2.up.weight", "list.2.norm.weight", "head.weight", "other.3.weight"]
-    save_file({name: torch.randn(64, 8) for name in names}, tmp_path / "model.safetensors")
+    save_file({name: torch.randn(64, 8) for name in names}, tmp_path / "model.safetensors", {"version": "1"})
     build_cache(tmp_path / "model.safetensors", tmp_path / "cache")
     return tmp_path / "model.safetensors"
 
@@ -144,6 +144,6 @@ def test_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([str(tmp_path / "other.safetensors"), str(tmp_path / "cache")]) == 1
     assert "0 of 1 tensors" in capsys.readouterr().err
     assert main([str(checkpoint), str(tmp_path / "nothing")]) == 1
-    save_file({"head.weight": torch.zeros(64, 8)}, checkpoint)
+    save_file(load_file(checkpoint), checkpoint, {"version": "2"})
     assert main([str(checkpoint), str(tmp_path / "cache")]) == 1
     assert "changed since the cache was built" in capsys.readouterr().err
