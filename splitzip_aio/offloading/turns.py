@@ -1,8 +1,9 @@
 """Units that take turns on the device: brought before their forward, let go after it.
 
 A thread in a unit's forward holds leases on the unit's layer. The unit's parameters are the lease's views as long as
-any thread is in there. Meanwhile the unit that came next the last time is asked for *ahead*; nobody waits for that
-lease, so a thread that must wait for room lets go of it first, and so no thread ever waits for one that waits for it:
+any thread is in there. Meanwhile the units that came next the last time are asked for *ahead*. Nobody waits for those
+leases. Room is given in the order of asking, so a thread that must wait lets go of those that were asked for before
+what it wants, and so no thread ever waits for one that waits for it:
 
 - outside of all units a thread holds nothing while it waits;
 - inside of one (a unit that calls another) it waits only if there is room for all that such threads hold and want, and
@@ -31,7 +32,9 @@ from splitzip_aio.offloading.placeholder import OffloadedWeight
 
 __all__ = ["TurnCounts", "Turns", "set_parameter"]
 
+_AHEAD = 2
 _PATIENCE_S = 60.0
+_SOON_S = 0.002
 _LOOK_EVERY_S = 0.0005
 
 
@@ -143,21 +146,31 @@ class Turns:
     def _bring(self, name: str, held: Sequence[str]) -> BlockingLease:
         self._learn(name)
         with self._lock:
-            pending = self._ahead.pop(name, None)
+            pending, passed_over = self._take(name)
+        for each in passed_over:
+            each.cancel()
+        foreseen = pending is not None
         pending = pending or self.transport.begin(name)
         began = time.perf_counter()
         ready = pending.done
-        if not ready:
+        if not foreseen and not _soon(pending):
             self._drop_ahead()
-            if held and name not in held:
-                self._wait_inside(pending, held)
+        if held and name not in held and not pending.done:
+            self._wait_inside(pending, held)
         lease = pending.wait()
         with self._lock:
             self._entered += 1
             self._ready += ready
             self._wait_s += time.perf_counter() - began
-            self._ask_ahead(self._next[name])
+            self._ask_ahead(name)
         return lease
+
+    def _take(self, name: str) -> tuple[PendingLease | None, list[PendingLease]]:
+        """What was asked ahead for a unit, and what was before that, and is not what comes next after all."""
+        if name not in self._ahead:
+            return None, []
+        earlier = list(self._ahead)[: list(self._ahead).index(name)]
+        return self._ahead.pop(name), [self._ahead.pop(each) for each in earlier]
 
     def _wait_inside(self, pending: PendingLease, held: Sequence[str]) -> None:
         """Wait while holding leases, as long as that can end."""
@@ -190,8 +203,11 @@ class Turns:
         self._here.latest = name
 
     def _ask_ahead(self, name: str) -> None:
-        if not self._ahead and not self._closed and not self._users[name]:
-            self._ahead[name] = self.transport.begin(name)
+        """Ask for the next units: the second of them gets the room of this one as soon as that is let go."""
+        for _ in range(_AHEAD):
+            name = self._next[name]
+            if len(self._ahead) < _AHEAD and name not in self._ahead and not self._users[name] and not self._closed:
+                self._ahead[name] = self.transport.begin(name)
 
     def _drop_ahead(self) -> None:
         with self._lock:
@@ -229,6 +245,14 @@ class Turns:
                 f"a CUDA graph is being captured, and {name!r} is offloaded: a graph replays with the addresses it was "
                 "captured with, and weights come to others; capture a model that fits resident_bytes as a whole"
             )
+
+
+def _soon(pending: PendingLease) -> bool:
+    """Whether a layer is there, or is after the moment that the event loop takes to say so."""
+    until_s = time.monotonic() + _SOON_S
+    while not pending.done and time.monotonic() < until_s:
+        time.sleep(_SOON_S / 10)
+    return pending.done
 
 
 def set_parameter(place: Place, parameter: nn.Parameter) -> None:

@@ -25,11 +25,11 @@ def check(model: nn.Module, sample: Sample) -> None:
 
 
 def assert_away(model: nn.Module) -> None:
-    """Nothing of the blocks is in memory, and nobody holds a lease on one, but the one that is asked for ahead."""
+    """Nothing of the blocks is in memory, and nobody holds a lease on one, but the two that are asked for ahead."""
     assert all(isinstance(parameter, OffloadedWeight) for parameter in model.get_submodule("blocks").parameters())
     transport = splitzip_aio.offload_statistics(model).transport
     assert transport is not None
-    assert transport.residency.leased <= 1
+    assert transport.residency.leased <= 2
 
 
 def test_passes_are_equal(offloaded: Offloaded, sample: Sample) -> None:
