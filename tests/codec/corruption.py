@@ -54,7 +54,7 @@ SAMPLES = (
 
 
 def check_changed_bytes(sample: Sample, count: int, *, device: str, seed: int) -> set[str]:
-    """Change one byte in each of ``count`` copies, in all parts in turn; each must be noticed.
+    """Change one byte in each of ``count`` copies, in all parts in turn; each must be noticed, or change nothing.
 
     Headers are changed before the host reads them, everything else afterwards, as on the way to the device. Padding
     is left alone, since nobody reads it. Returns the parts that were changed.
@@ -73,8 +73,10 @@ def check_changed_bytes(sample: Sample, count: int, *, device: str, seed: int) -
     }
     decoded = decode_slot([segment] * (len(others) + 1), device=device, damage=damage)
     missed = sorted(set(range(len(others))) - set(decoded.failures))
-    assert not missed, [others[number] for number in missed]
-    assert decoded.failures == list(range(len(others))), "the last copy is as it was"
+    for number in missed:  # the code of an escaped element, or bits of an escape beyond its exponent's
+        np.testing.assert_array_equal(decoded.outputs[number], right, err_msg=others[number])
+    assert len(missed) <= count // 8, [others[number] for number in missed]
+    assert len(others) not in decoded.failures, "the last copy is as it was"
     np.testing.assert_array_equal(decoded.outputs[-1], right)
     assert all((guard == POISON).all() for guard in decoded.guards)
     return set(names)
