@@ -6,26 +6,29 @@ calling thread. Only what is to happen next crosses over to the loop, and nothin
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from warnings import warn
 
 import anyio
 import torch
-from anyio.from_thread import BlockingPortal
 
 from splitzip_aio.cache import SplitZipShardCache
-from splitzip_aio.errors import ClosedError
+from splitzip_aio.errors import ClosedError, SplitZipError
 from splitzip_aio.telemetry import TransportStatistics
 from splitzip_aio.transport import Lease, Transport, open_transport
 
 __all__ = ["BlockingLease", "BlockingTransport", "PendingLease"]
+
+_Result = TypeVar("_Result")
 
 
 class BlockingTransport:
@@ -118,8 +121,8 @@ class PendingLease:
         self.layer = layer
         self._loop = loop
         self._outcome: Future[Lease] = Future()
-        self._scope: anyio.CancelScope | None = None
-        loop.spawn(self._bring)
+        self._withdraw: Callable[[], None] | None = None
+        loop.post(self._ask)
 
     @property
     def done(self) -> bool:
@@ -137,32 +140,31 @@ class PendingLease:
     def cancel(self) -> None:
         """Want the layer no more. Idempotent; no-op after an error."""
         if self._outcome.cancel():
-            self._loop.spawn_if_open(self._withdraw)
+            self._loop.post_if_open(self._give_up)
         elif not self._outcome.cancelled() and self._outcome.exception() is None:
             BlockingLease(self._outcome.result(), self._loop).release()
 
-    async def _bring(self) -> None:
-        with anyio.CancelScope() as self._scope:
-            try:
-                lease = await self._loop.transport.prefetch(self.layer)
-            except Exception as exc:  # noqa: BLE001 - raised where it is waited for
-                self._fail(exc)
-            except BaseException:  # cancelled, here or since the loop ends: nobody may wait for ever
-                self._fail(ClosedError("the transport was closed"))
-                raise
-            else:
-                if self._outcome.set_running_or_notify_cancel():
-                    self._outcome.set_result(lease)
-                else:
-                    lease.release()
+    def _ask(self) -> None:
+        if self._outcome.cancelled():
+            return
+        try:
+            self._withdraw = self._loop.transport.ask(self.layer, self._answer)
+        except SplitZipError as error:
+            self._answer(error)
 
-    def _fail(self, error: Exception) -> None:
-        if self._outcome.set_running_or_notify_cancel():
-            self._outcome.set_exception(error)
+    def _answer(self, result: Lease | SplitZipError) -> None:
+        wanted = self._outcome.set_running_or_notify_cancel()
+        if isinstance(result, SplitZipError):
+            if wanted:
+                self._outcome.set_exception(result)
+        elif wanted:
+            self._outcome.set_result(result)
+        else:
+            result.release()
 
-    async def _withdraw(self) -> None:
-        if self._scope is not None:
-            self._scope.cancel()
+    def _give_up(self) -> None:
+        if self._withdraw is not None:
+            self._withdraw()
 
 
 class BlockingLease:
@@ -197,12 +199,7 @@ class BlockingLease:
 
     def release(self) -> None:
         """Let the layer go, once the current stream's work so far is done. Idempotent; never waits."""
-        finish = self._lease.begin_release()
-
-        async def end() -> None:
-            finish()
-
-        self._loop.spawn_if_open(end)
+        self._loop.post_if_open(self._lease.begin_release())
 
     def __enter__(self) -> Self:
         self.wait()
@@ -221,42 +218,61 @@ class BlockingLease:
 
 
 class _Loop:
-    """The thread with the event loop, and the transport in it."""
+    """The thread with the event loop, the transport in it, and what it is to do next.
+
+    Calls are posted, and done one after another by the task that also holds the transport open: a task for each, as
+    ``anyio.from_thread`` starts, takes longer than most of them, at the cost of the thread that posted it as well.
+    """
 
     def __init__(self, cache: str | PathLike[str] | SplitZipShardCache, options: Mapping[str, Any]) -> None:
         self.failure: BaseException | None = None
-        self._opened: Future[tuple[BlockingPortal, Transport]] = Future()
+        self._opened: Future[Transport] = Future()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._posting = threading.Lock()
+        self._over = False
+        self._stopping = False
         # A daemon, since the interpreter joins all others before it lets anyone close anything.
         self._thread = threading.Thread(target=self._run, args=(cache, options), name="splitzip_aio", daemon=True)
         self._thread.start()
-        self._stopping = False
-        self._portal, self.transport = self._opened.result()
+        self.transport = self._opened.result()
 
-    def call(self, function: Callable[[], TransportStatistics]) -> TransportStatistics:
-        """Call a function in the loop, and wait for what it returns."""
-        return self._open_portal().call(function)
+    def call(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function in the loop, and wait for what it returns. Raises ClosedError where that is over."""
+        outcome: Future[_Result] = Future()
 
-    def spawn(self, function: Callable[[], Any]) -> None:
-        """Run a coroutine function in the loop. Raises ClosedError where that is over."""
-        self._open_portal().start_task_soon(function)
+        def answer() -> None:
+            try:
+                outcome.set_result(function())
+            except Exception as exc:  # noqa: BLE001 - raised by whoever asked
+                outcome.set_exception(exc)
 
-    def spawn_if_open(self, function: Callable[[], Any]) -> None:
-        """Run a coroutine function in the loop, unless that is over and there is nothing left to do for it."""
+        self.post(answer)
+        return outcome.result()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Have a function called in the loop. Raises ClosedError where that is over."""
+        with self._posting:
+            if self._over or self._stopping:
+                raise ClosedError("the transport is closed")
+            self._calls.append(call)
+            self._wake()
+
+    def post_if_open(self, call: Callable[[], None]) -> None:
+        """Have a function called in the loop, unless that is over and there is nothing left to do for it."""
         with suppress(ClosedError):
-            self.spawn(function)
+            self.post(call)
 
     def stop(self) -> None:
         """Close the transport, and wait for the thread's end."""
-        self._stopping = True
-        with suppress(RuntimeError):  # the loop has ended on its own
-            self._portal.start_task_soon(self._portal.stop, True)
+        with self._posting:
+            self._stopping = True
+            if not self._over:
+                self._wake()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _open_portal(self) -> BlockingPortal:
-        if self._stopping or not self._thread.is_alive():
-            raise ClosedError("the transport is closed")
-        return self._portal
+    def _wake(self) -> None:
+        self._asyncio.call_soon_threadsafe(self._posted.set)
 
     def _run(self, cache: str | PathLike[str] | SplitZipShardCache, options: Mapping[str, Any]) -> None:
         try:
@@ -268,6 +284,20 @@ class _Loop:
                 self._opened.set_exception(exc)
 
     async def _serve(self, cache: str | PathLike[str] | SplitZipShardCache, options: Mapping[str, Any]) -> None:
-        async with open_transport(cache, **options) as transport, BlockingPortal() as portal:
-            self._opened.set_result((portal, transport))
-            await portal.sleep_until_stopped()
+        self._asyncio = asyncio.get_running_loop()
+        self._posted = asyncio.Event()
+        try:
+            async with open_transport(cache, **options) as transport:
+                self._opened.set_result(transport)
+                while not self._stopping:
+                    await self._posted.wait()
+                    self._posted.clear()
+                    self._do_calls()
+        finally:
+            with self._posting:
+                self._over = True
+            self._do_calls()  # those that come too late hear of it
+
+    def _do_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()

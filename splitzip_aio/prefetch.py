@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 
 from splitzip_aio.abc import PlannedRead, ReadDriver
-from splitzip_aio.errors import BusyError, ClosedError, CorruptDataError, SplitZipError
+from splitzip_aio.errors import BusyError, CorruptDataError, SplitZipError
 from splitzip_aio.host_cache import HostHold, HostTier
 from splitzip_aio.loading import FilledSlot, Load
 from splitzip_aio.packs import PackSource
@@ -197,12 +197,12 @@ class Prefetcher:
         fill.ended()
         if error is None:
             self._ring.mark_ready(fill.slot)
-            try:
+            # Once streaming broke down nobody takes slots: those who wait for the layer are told why by the transport.
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                 self._output.send_nowait(FilledSlot(fill.slot, fill.read, fill.load, hold))
-            except (anyio.BrokenResourceError, anyio.ClosedResourceError):  # torn down with its event loop
-                error = ClosedError("streaming ended before this read was decoded")
+                return
+        self._ring.release(fill.slot)
         if error is not None:
-            self._ring.release(fill.slot)
             fill.load.settle(error=error)
 
     def _key(self, read: PlannedRead) -> Hashable:

@@ -61,16 +61,24 @@ class Occupant:
         uses: the ends of its leases, on the streams of whoever had them.
     """
 
-    __slots__ = ("error", "holds", "load", "plan", "settled", "state", "uses")
+    __slots__ = ("calls", "error", "holds", "load", "plan", "settled", "state", "uses")
 
     def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
         self.state = OccupantState.WAITING
         self.holds = 0
         self.settled = anyio.Event()
+        self.calls: list[Callable[[], None]] = []
         self.error: SplitZipError | None = None
         self.load: Load | None = None
         self.uses: list[Fence] = []
+
+    def settle(self) -> None:
+        """It is RESIDENT or GONE: let those know who wait."""
+        self.settled.set()
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call()
 
     @property
     def placed(self) -> Load:
@@ -229,10 +237,10 @@ class Residency:
         loading = sum(
             occupant.plan.nbytes for occupant in self._occupants.values() if occupant.state is OccupantState.LOADING
         )
+        if loading >= self._ahead_bytes:
+            return
         coming = list(self._forecast.coming())
         for place, name in enumerate(coming):
-            if loading >= self._ahead_bytes:
-                return
             if name in self._occupants or name in self._doubtful:
                 continue
             plan = self._plan.layer(name)
@@ -243,6 +251,8 @@ class Residency:
             loading += plan.nbytes
             self._read_ahead += 1
             self._start(occupant, base, urgent=False)
+            if loading >= self._ahead_bytes:
+                return
 
     def _start(self, occupant: Occupant, base: int, *, urgent: bool) -> None:
         occupant.state = OccupantState.LOADING
@@ -302,7 +312,7 @@ class Residency:
             occupant.state = OccupantState.RESIDENT
             self._loaded += 1
             self._touch(occupant)
-            occupant.settled.set()
+            occupant.settle()
             if load.plan.reads:  # else this is the middle of starting it
                 self._load_ahead()
             return
@@ -336,4 +346,4 @@ class Residency:
         del self._occupants[occupant.plan.name]
         occupant.state = OccupantState.GONE
         occupant.error = error
-        occupant.settled.set()
+        occupant.settle()

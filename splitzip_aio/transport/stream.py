@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -58,6 +59,7 @@ class Transport:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._token = current_token()
+        self._process = os.getpid()
         self._clock = StageClock(parts.timeline)
         send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
         self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, send, tier=parts.tier, clock=self._clock)
@@ -110,8 +112,36 @@ class Transport:
         except BaseException:
             self._residency.let_go(occupant)
             raise
-        ended = self._clock.lease(layer, occupant.plan.nbytes)
-        return Lease(occupant, self._parts.arena, self._residency, ended=ended)
+        return self._lease(occupant)
+
+    def ask(self, layer: str, answer: Callable[[Lease | SplitZipError], None]) -> Callable[[], None]:
+        """``prefetch`` without a task that waits: ``answer`` is called, now or later, with what that returns or raises.
+
+        Returns:
+            What is to be called if nobody wants the answer any more; ``answer`` may have been called before.
+        """
+        self._check_usable()
+        occupant = self._residency.hold(layer)
+
+        def settled() -> None:
+            try:
+                self._check_arrived(occupant)
+            except SplitZipError as error:
+                self._residency.let_go(occupant)
+                answer(error)
+            else:
+                answer(self._lease(occupant))
+
+        def withdraw() -> None:
+            if settled in occupant.calls:
+                occupant.calls.remove(settled)
+                self._residency.let_go(occupant)
+
+        if occupant.settled.is_set():
+            settled()
+        else:
+            occupant.calls.append(settled)
+        return withdraw
 
     def evict(self) -> None:
         """Let go of every layer that is resident and that nobody holds; whoever wants one has it brought anew.
@@ -194,12 +224,21 @@ class Transport:
             self._residency.close(reason)
             self._prefetcher.close()
 
+    def _lease(self, occupant: Occupant) -> Lease:
+        ended = self._clock.lease(occupant.plan.name, occupant.plan.nbytes)
+        return Lease(occupant, self._parts.arena, self._residency, ended=ended)
+
     def _check_usable(self) -> None:
         self._check_loop()
         if self._over is not None:
             raise _again(self._over)
 
     def _check_loop(self) -> None:
+        if os.getpid() != self._process:
+            raise WrongEventLoopError(
+                f"the transport was opened in process {self._process} and cannot be used in its child {os.getpid()}; "
+                "open one there"
+            )
         if current_token() != self._token:
             raise WrongEventLoopError("a transport belongs to the event loop it was opened in; open one in each")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Callable
@@ -382,3 +383,20 @@ async def test_a_failing_teardown_is_raised(sample: Sample, monkeypatch: pytest.
     with pytest.raises(TransportError, match="broke down: BrokenError"):
         async with open_transport(sample.root, device="cpu", ring_bytes="1MiB"):
             pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+async def test_a_forked_child_is_told_and_the_parent_goes_on(sample: Sample) -> None:
+    """Its event loop looks the same to it, down to the token."""
+    async with open_transport(sample.root, device="cpu") as transport:
+        child = os.fork()
+        if child == 0:
+            try:
+                await transport.prefetch("blocks.0")
+            except WrongEventLoopError as error:
+                os._exit(0 if "in its child" in str(error) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0  # noqa: ASYNC222 - it ends at once
+        for layer in transport.layers:
+            await sample.check_prefetch(transport, layer)
