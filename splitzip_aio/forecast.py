@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from splitzip_aio.errors import InvalidArgumentError, UnknownLayerError
 
@@ -36,19 +37,27 @@ class Forecast:
         self._end = usual[-1] if usual and order is None else None
         self._followed: dict[str, str] = {}
         self._latest: str | None = None
+        self._coming: Mapping[str, int] | None = None
         self._right = 0 if order is None else _RIGHT_TO_TRUST
 
     def note(self, layer: str) -> None:
         """A layer was asked for; asking for the same again says nothing."""
         previous, self._latest = self._latest, layer
+        self._coming = None
         if previous is None or previous == layer:
             return
         foreseen = self._followed.get(previous, self._usual.get(previous))
         self._right = self._right + 1 if foreseen == layer else 0
         self._followed[previous] = layer
 
-    def coming(self) -> Iterator[str]:
-        """The layers that come next, the nearest first, none twice, without the one asked for last."""
+    @property
+    def coming(self) -> Mapping[str, int]:
+        """The layers that come next, the nearest first, each with its place; without the one asked for last."""
+        if self._coming is None:
+            self._coming = MappingProxyType({layer: place for place, layer in enumerate(self._foresee())})
+        return self._coming
+
+    def _foresee(self) -> Iterator[str]:
         if self._latest is None or self._right < _RIGHT_TO_TRUST:
             return
         seen = {self._latest}

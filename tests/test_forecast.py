@@ -17,7 +17,7 @@ def after(demands: str, *, layers: str = "abcdefgh", order: str | None = None) -
     forecast = Forecast(list(layers), order=None if order is None else list(order))
     for layer in demands:
         forecast.note(layer)
-    return "".join(forecast.coming())
+    return "".join(forecast.coming)
 
 
 @pytest.mark.parametrize("demands", ["", "a", "ab", "aaaa", "abab", "aceg", "dcba"])
@@ -66,7 +66,7 @@ def test_a_wrong_order_is_refused() -> None:
         Forecast(["a", "b"], order=["a", "b", "a"])
     with pytest.raises(InvalidArgumentError, match="names of layers, found 'ab'"):
         Forecast(["a", "b"], order="ab")
-    assert list(Forecast([], order=[]).coming()) == []
+    assert list(Forecast([], order=[]).coming) == []
 
 
 @given(st.lists(st.sampled_from("abcdef"), max_size=40))
@@ -83,5 +83,5 @@ def test_any_loop_is_foreseen_from_its_third_round_on(seed: int) -> None:
     forecast = Forecast(layers)
     for step in range(5 * 12):
         if step >= 2 * 12:
-            assert next(forecast.coming()) == order[step % 12]
+            assert next(iter(forecast.coming)) == order[step % 12]
         forecast.note(order[step % 12])

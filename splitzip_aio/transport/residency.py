@@ -239,12 +239,11 @@ class Residency:
         )
         if loading >= self._ahead_bytes:
             return
-        coming = list(self._forecast.coming())
-        for place, name in enumerate(coming):
+        for place, name in enumerate(self._forecast.coming):
             if name in self._occupants or name in self._doubtful:
                 continue
             plan = self._plan.layer(name)
-            base = self._make_room(plan.nbytes, self._needed_after(place, coming))
+            base = self._make_room(plan.nbytes, self._needed_after(place))
             if base is None:
                 return
             occupant = self._occupants[name] = Occupant(plan)
@@ -268,10 +267,10 @@ class Residency:
             if occupant.state is OccupantState.RESIDENT and not occupant.holds
         ]
 
-    def _needed_after(self, place: int, coming: Sequence[str]) -> list[Occupant]:
-        """Idle layers needed later than ``coming[place]``: the last one needed first, before it those not foreseen."""
-        places = {name: nearness for nearness, name in enumerate(coming)}
-        far = len(coming)
+    def _needed_after(self, place: int) -> list[Occupant]:
+        """Idle layers needed after what comes at ``place``: those not foreseen, then the last one first."""
+        places = self._forecast.coming
+        far = len(places)
         later = [each for each in self._idle() if places.get(each.plan.name, far) > place]
         return sorted(later, key=lambda each: places.get(each.plan.name, far), reverse=True)
 
