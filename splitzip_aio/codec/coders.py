@@ -1,8 +1,11 @@
-"""What a build encodes with: the CPU, segment by segment, or a GPU, a batch of them at a time. The bytes are equal."""
+"""What a build encodes with: the CPU, a segment in each thread, or a GPU, a larger batch. The bytes are equal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["CpuSegmentCoder", "GpuSegmentCoder", "SegmentCoder", "open_coder"]
 
 _GPU_BATCH_BYTES = 32 << 20
+_SEGMENT_BYTES = 2 << 20  # of the usual size, decoded
+_MOST_WORKERS = 16
 
 
 class SegmentCoder(Protocol):
@@ -39,17 +44,22 @@ class SegmentCoder(Protocol):
     ) -> Iterator[NDArray[np.uint8]]:
         """Each segment encoded as ``plan``, which is for just these segments, says.
 
-        It is valid until the next is asked for.
+        It is valid until the next is asked for, or longer.
         """
 
 
 class CpuSegmentCoder:
-    """The CPU codec, one segment at a time, all in the same memory."""
+    """The CPU codec in several threads, each with a segment; all segments of a batch go to the same memory again.
 
-    batch_bytes = 1
+    Args:
+        workers: how many; as many as this process may use cores, and 16 at most, if not given.
+    """
 
-    def __init__(self) -> None:
-        self._room = np.empty(0, np.uint8)
+    def __init__(self, workers: int | None = None) -> None:
+        workers = workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+        self.batch_bytes = workers * _SEGMENT_BYTES
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="splitzip-encode")
+        self._rooms: list[NDArray[np.uint8]] = []
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """(nbytes,) uint8 to read elements into."""
@@ -57,17 +67,26 @@ class CpuSegmentCoder:
 
     def count(self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int) -> list[NDArray[np.int64]]:
         """Each segment's (256,) exponent counts."""
-        return [cpu.histogram(piece, fmt) for piece in _pieces(data, segment_bytes)]
+        return list(self._pool.map(partial(cpu.histogram, fmt=fmt), _pieces(data, segment_bytes)))
 
     def encode(
         self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int, plan: SegmentPlan
     ) -> Iterator[NDArray[np.uint8]]:
-        """Each segment encoded; valid until the next is asked for."""
-        for piece in _pieces(data, segment_bytes):
-            needed = cpu.encoding_room(piece.size, fmt, plan.schedule)
-            if self._room.size < needed:
-                self._room = np.empty(needed, np.uint8)
-            yield cpu.encode_segment(piece, fmt, plan.schedule, plan.codebooks, out=self._room)
+        """Each segment encoded; valid until the next batch is."""
+        pieces = list(_pieces(data, segment_bytes))
+        self._make_rooms([cpu.encoding_room(piece.size, fmt, plan.schedule) for piece in pieces])
+
+        def encode(piece: NDArray[np.uint8], room: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            return cpu.encode_segment(piece, fmt, plan.schedule, plan.codebooks, out=room)
+
+        return self._pool.map(encode, pieces, self._rooms)
+
+    def _make_rooms(self, sizes: Sequence[int]) -> None:
+        for place, size in enumerate(sizes):
+            if place == len(self._rooms):
+                self._rooms.append(np.empty(size, np.uint8))
+            elif self._rooms[place].size < size:
+                self._rooms[place] = np.empty(size, np.uint8)
 
 
 class GpuSegmentCoder:

@@ -52,6 +52,18 @@ def test_both_coders_build_the_same_cache(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(json.loads(found["manifest.json"])["blobs"][0]["segments"]) == 4
 
 
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_threads_make_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """More segments than threads, and fewer; sizes that grow and shrink from tensor to tensor."""
+    torch.manual_seed(1)
+    sizes = (700, 40_000, 511, 3, 9_000)
+    tensors = {f"t{place}": torch.randn(size).to(torch.bfloat16) for place, size in enumerate(sizes)}
+    coders = iter([CpuSegmentCoder(1), CpuSegmentCoder(workers)])
+    monkeypatch.setattr(builder, "open_coder", lambda device: next(coders))
+    expected = build(tmp_path / "one", tensors)
+    assert build(tmp_path / "several", tensors) == expected
+
+
 def test_a_device_by_name() -> None:
     assert isinstance(open_coder("cpu"), CpuSegmentCoder)
     assert isinstance(open_coder("auto"), GpuSegmentCoder if torch.cuda.is_available() else CpuSegmentCoder)
