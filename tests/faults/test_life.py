@@ -62,7 +62,7 @@ def test_fork(sample: Sample, driver: DriverName) -> None:
     done = live("fork", sample, driver)
     assert done.returncode == 0, done.stderr
     said, ended, digest = done.stdout.splitlines()
-    assert said.startswith("WrongEventLoopError: a transport belongs to")
+    assert said.startswith("WrongEventLoopError: the transport was opened in process")
     assert ended == "child ended 0"
     assert digest == digest_of(sample)
 
