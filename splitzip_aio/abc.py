@@ -83,6 +83,8 @@ class FileHandle(ABC):
         reason: why ``direct`` is what it is, in words.
         memory_alignment: bytes; buffer addresses must be multiples of it (1 when buffered).
         offset_alignment: bytes; offsets and lengths must be multiples of it (1 when buffered).
+        cached: whoever reads knows that the page cache has what is read. Set it so that such reads, which are copies
+            and keep a core busy each, leave some cores to others.
     """
 
     path: str
@@ -91,6 +93,7 @@ class FileHandle(ABC):
     reason: str
     memory_alignment: int
     offset_alignment: int
+    cached: bool = False
 
     @property
     @abstractmethod

@@ -62,6 +62,7 @@ class PackSource:
             self._main = self._cached = self._open(reader, io)
             if io == "auto" and self._main.direct:
                 self._cached = self._open(reader, "buffered")
+                self._cached.cached = True
                 self._page_cache = PageCache(descriptor, self.identity.size)
         except BaseException:
             self.close()

@@ -88,6 +88,9 @@ class CompletionDriver(ReadDriver):
     deques: a demand for what is needed now must not wait behind all that is read ahead, so urgent extents go
     first, and among themselves in order. What the kernel already has is not overtaken.
 
+    Reads that the page cache serves are copies by a core each, and there are not more of them than three quarters of
+    the cores: beyond that they only take time from whoever decodes, or runs this loop.
+
     **Cancellation.** A buffer is the kernel's until its completion arrived: a read of a regular file that the
     kernel has begun cannot be called back, it will write into the buffer in a moment. If ``read`` raised at
     once when cancelled, the caller would give that buffer to someone else and their bytes would be overwritten
@@ -120,6 +123,8 @@ class CompletionDriver(ReadDriver):
         self._led = False
         self._closed = False
         self._submitted = 0
+        self._copies = max(1, len(os.sched_getaffinity(0)) * 3 // 4)
+        self._copying = 0
         self._patient: list[Until] = []
         self._token: object = None
         self._process = os.getpid()
@@ -345,6 +350,7 @@ class CompletionDriver(ReadDriver):
         for extent, result in self._engine.collect():
             operation = extent.operation
             operation.active -= 1
+            self._copying -= extent.copies
             if extent.settle(result, self._outcome) and not operation.withdrawn:
                 operation.queued += 1
                 (self._urgent if operation.urgent else self._queue).appendleft(extent)
@@ -357,8 +363,14 @@ class CompletionDriver(ReadDriver):
         batch: list[Extent] = []
         room = self._depth - self._engine.in_flight
         while (queue := self._urgent or self._queue) and len(batch) < room:
-            extent = queue.popleft()
-            if not extent.operation.withdrawn:
+            extent = queue[0]
+            wanted, copies = not extent.operation.withdrawn, extent.file.cached
+            if wanted and copies and self._copying >= self._copies:
+                break
+            queue.popleft()
+            if wanted:
+                extent.copies = copies
+                self._copying += copies
                 extent.operation.queued -= 1
                 extent.operation.active += 1
                 batch.append(extent)

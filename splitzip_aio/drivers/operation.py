@@ -119,6 +119,7 @@ class Extent:
         nbytes: bytes to ask for; for a direct file a multiple of the alignment, maybe past the file's end.
         expected: bytes there are, ``nbytes`` less what lies past the file's end.
         done: bytes that have arrived.
+        copies: it has one of the places for reads that the page cache serves.
     """
 
     operation: Operation
@@ -128,6 +129,7 @@ class Extent:
     nbytes: int
     expected: int
     done: int = 0
+    copies: bool = False
     fruitless: int = field(default=0, repr=False)
 
     @property

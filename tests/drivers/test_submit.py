@@ -123,6 +123,36 @@ async def test_closing_waits_for_the_kernel_and_calls_back(driver_name: Any, mak
         submit(driver, file, 0, {}, offset=0, nbytes=1)
 
 
+async def test_reads_from_the_page_cache_leave_cores_to_others(
+    driver_name: Any, make_slots: Any, open_for: Any, big_file: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight cores six; files that nobody knows to be cached have the whole depth."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    slots = make_slots(12)
+    async with open_driver(driver_name, buffers=slots.views) as driver:
+        engine = driver._engine  # type: ignore[attr-defined]
+        begin, most = engine.begin, 0
+
+        def watched(extents: Any) -> None:
+            nonlocal most
+            begin(extents)
+            most = max(most, engine.in_flight)
+
+        monkeypatch.setattr(engine, "begin", watched)
+        for cached, expected in ((False, 12), (True, 6)):
+            file = driver.open(big_file, io="buffered")
+            file.cached = cached
+            most, results = 0, Results()
+            for slot in range(12):
+                submit(driver, file, slot, results, offset=0, nbytes=MIB)
+            await driver.reap()
+            assert results == dict.fromkeys(range(12), MIB)
+            assert most <= expected
+            assert cached or most > 6
+            for slot in range(12):
+                assert slots.peek(slot, 0, MIB) == content[:MIB]
+
+
 def test_whoever_reaps_may_be_cancelled(driver_name: Any, make_slots: Any, big_file: Path) -> None:
     """The reads go on, and are called back when someone reaps again."""
     slots = make_slots(4)
