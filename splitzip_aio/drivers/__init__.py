@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 from splitzip_aio.abc import ReadDriver
-from splitzip_aio.drivers.completion import CompletionDriver, Engine
+from splitzip_aio.drivers.completion import CompletionDriver
+from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.operation import Slots
 from splitzip_aio.drivers.threads import ThreadsEngine
 from splitzip_aio.errors import DriverUnavailableError, InvalidArgumentError

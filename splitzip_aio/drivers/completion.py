@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from anyio import CancelScope, Event, get_cancelled_exc_class, move_on_after, wa
 from anyio.lowlevel import checkpoint_if_cancelled, current_token
 
 from splitzip_aio.abc import DriverStatistics, FileHandle, IOMode, ReadDriver
+from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.files import OpenFile, open_file
 from splitzip_aio.drivers.operation import Extent, Operation, Outcome, Slots, Until, check_range, split
 from splitzip_aio.errors import (
@@ -24,52 +24,9 @@ from splitzip_aio.errors import (
     WrongEventLoopError,
 )
 
-__all__ = ["CompletionDriver", "Engine"]
+__all__ = ["CompletionDriver"]
 
 SUBMIT_AGAIN_S = 0.01
-
-
-class Engine(ABC):
-    """The synchronous half: hands extents to the kernel and collects what became of them.
-
-    Used from the event loop's thread only. It keeps each extent's memory alive until its completion.
-    """
-
-    name: str
-    binding: str | None = None
-    binding_reason: str | None = None
-    fixed_buffers = False
-
-    @property
-    @abstractmethod
-    def in_flight(self) -> int:
-        """Extents begun and not yet collected."""
-
-    @abstractmethod
-    def fileno(self) -> int:
-        """A descriptor that is readable while there may be something to collect."""
-
-    @abstractmethod
-    def begin(self, extents: Sequence[Extent]) -> None:
-        """Start reading the rest of each extent. The caller keeps ``in_flight`` within the queue depth."""
-
-    @abstractmethod
-    def flush(self) -> bool:
-        """Submit again what the kernel refused for the moment; True if nothing is left."""
-
-    @abstractmethod
-    def collect(self) -> list[tuple[Extent, int]]:
-        """Extents completed since the last call, each with bytes read or a negated errno. Never waits."""
-
-    def adopt(self, file: OpenFile) -> None:  # noqa: B027 - registering files is an option, not a duty
-        """Prepare for reads of a newly opened file."""
-
-    def disown(self, file: OpenFile) -> None:  # noqa: B027
-        """Forget a file that is about to be closed; none of its extents are in flight."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Wait until nothing is in flight, blocking, then free everything. Idempotent; no-op in a forked child."""
 
 
 class CompletionDriver(ReadDriver):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from splitzip_aio.drivers.completion import Engine
+from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.faults import FaultKind, FaultSchedule
 from splitzip_aio.drivers.files import OpenFile
 from splitzip_aio.drivers.operation import Extent, Slots

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from splitzip_aio.drivers.completion import Engine
+from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.operation import Extent, Slots
 
 __all__ = ["ThreadsEngine"]

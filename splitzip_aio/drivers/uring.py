@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from splitzip_aio.drivers.completion import Engine
+from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.files import OpenFile
 from splitzip_aio.drivers.operation import Extent, Slots
 from splitzip_aio.drivers.rings import Ring, open_ring

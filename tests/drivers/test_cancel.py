@@ -17,7 +17,8 @@ import pytest
 
 from splitzip_aio.abc import IOMode
 from splitzip_aio.drivers import open_driver
-from splitzip_aio.drivers.completion import CompletionDriver, Engine
+from splitzip_aio.drivers.completion import CompletionDriver
+from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.operation import Extent, Slots
 from splitzip_aio.errors import ClosedError, WrongEventLoopError
 
