@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from splitzip_aio.cache import Progress, SplitZipShardCache, build_cache
+from splitzip_aio.cache import Progress, SplitZipShardCache, build_cache, builder
 from splitzip_aio.cache.checkpoint import CheckpointReader
 from splitzip_aio.cache.header import SourceTensor
+from splitzip_aio.codec.coders import CpuSegmentCoder
 from splitzip_aio.errors import CacheError, CacheExistsError, CheckpointError, ReadError, SourceChangedError
 from tests.cache.samples import tree
 
@@ -253,6 +254,12 @@ def test_source_changed_between_the_passes_without_a_trace(
             out[0] ^= 1
         seen.add((tensor.name, offset))
 
+    def in_many_batches(device: str) -> CpuSegmentCoder:
+        coder = CpuSegmentCoder()
+        coder.batch_bytes = 1  # what fits one batch is read once
+        return coder
+
+    monkeypatch.setattr(builder, "open_coder", in_many_batches)
     monkeypatch.setattr(CheckpointReader, "read_into", changing)
     with pytest.raises(SourceChangedError, match=r"bytes 0 to .* changed while it was read"):
         build_cache(checkpoint, tmp_path / "out", segment_elements=1000)

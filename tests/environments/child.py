@@ -87,9 +87,11 @@ async def stream(spec: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     spec = json.loads(sys.argv[1])
+    cpu.implementation()  # loads compiled code
+    if spec.get("user") is not None:  # whom the rest of Python may be out of reach for
+        anyio.run(stream, spec | {"options": {"driver": "threads"}}, backend=spec.get("backend", "asyncio"))
     said = Said()
     logging.getLogger("splitzip_aio").addHandler(said)
-    cpu.implementation()  # loads compiled code
     restrict(spec)
     found: dict[str, Any] = {}
     try:
