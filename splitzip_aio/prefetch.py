@@ -144,6 +144,7 @@ class Prefetcher:
         except SplitZipError as error:
             self._settle(fill, error)
         except BaseException:
+            fill.ended()
             self._ring.release(fill.slot)
             raise
         else:

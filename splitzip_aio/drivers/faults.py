@@ -21,12 +21,10 @@ from functools import partial
 from types import MappingProxyType
 
 from splitzip_aio.abc import ReadDriver
-from splitzip_aio.drivers import DriverFactory, DriverName, make_driver
+from splitzip_aio.drivers import QUEUE_DEPTH, DriverFactory, DriverName, make_driver
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = ["FaultKind", "FaultSchedule", "faulty_driver"]
-
-QUEUE_DEPTH = 16
 
 logger = logging.getLogger(__name__)
 

@@ -58,6 +58,14 @@ def test_what_was_put_in_is_found_until_it_has_to_go(cache: HostCache) -> None:
     assert (statistics.admissions, statistics.evictions) == (4, 0)
 
 
+def test_extents_are_the_bytes_without_the_room_behind_them(cache: HostCache) -> None:
+    keep(cache, 1, 2)
+    unfilled = cache.reserve(3, PAGE, table_bytes=0)
+    assert unfilled is not None
+    assert [bytes(extent) for extent in cache.extents()] == [contents(1), contents(2)]
+    unfilled.release()
+
+
 def test_what_is_held_stays(cache: HostCache) -> None:
     keep(cache, 1, 2, 3, 4)
     held = cache.find(1, PAGE)
