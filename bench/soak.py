@@ -11,6 +11,7 @@ Needs the tests beside it, and no GPU. Ends with an error as soon as a rule is b
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import resource
 import sys
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -42,10 +44,12 @@ class Reporter:
     def __init__(self) -> None:
         self._next = time.monotonic() + REPORT_EVERY_S
 
-    def __call__(self, *state: object) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + REPORT_EVERY_S
-            print(f"{time.monotonic() - began:7.0f} s ", *state, flush=True)
+    def __call__(self, *state: object) -> bool:
+        if time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + REPORT_EVERY_S
+        print(f"{time.monotonic() - began:7.0f} s ", *state, flush=True)
+        return True
 
 
 def mixed(options: argparse.Namespace, sample: Sample) -> bool:
@@ -62,14 +66,29 @@ def mixed(options: argparse.Namespace, sample: Sample) -> bool:
 
 
 def runs(options: argparse.Namespace, sample: Sample) -> bool:
+    kept: dict[str, Any] = {}
     for driver in options.drivers:
-        tally, reporter = Tally(), Reporter()
+        tally, reporter, start = Tally(), Reporter(), time.monotonic()
         for seed in range(options.seed, options.seed + options.count):
             run(sample, driver, seed, tally)
-            reporter(driver, f"{tally.runs} runs, {sum(tally.faults.values())} faults")
+            if reporter(driver, f"{tally.runs} runs, {sum(tally.faults.values())} faults"):
+                kept[driver] = tally.as_dict() | seeds_and_seconds(options.seed, tally.runs, start)
+                keep(options, kept)
         print(f"{driver}:")
         print("\n".join(tally.lines()), flush=True)
+        kept[driver] = tally.as_dict() | seeds_and_seconds(options.seed, tally.runs, start)
+        keep(options, kept)
     return True
+
+
+def seeds_and_seconds(first: int, count: int, start: float) -> dict[str, Any]:
+    return {"first_seed": first, "last_seed": first + count - 1, "seconds": round(time.monotonic() - start, 1)}
+
+
+def keep(options: argparse.Namespace, counts: dict[str, Any]) -> None:
+    """Write the counts as JSON where ``--json`` says; what there is of a run that goes on, too."""
+    if options.json is not None:
+        options.json.write_text(json.dumps({"mode": options.mode} | counts, indent=1) + "\n")
 
 
 def cancellations(options: argparse.Namespace, sample: Sample) -> bool:
@@ -106,6 +125,7 @@ def main() -> int:
     )
     parser.add_argument("--drivers", nargs="+", default=["uring", "threads"], choices=["uring", "threads"])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="runs, mixed: a file to keep the counts in")
     options = parser.parse_args()
     act, usual = modes[options.mode]
     options.count = options.count or usual

@@ -44,6 +44,14 @@ class Tally:
         rows += [f"{count:8d}  fault {kind}" for kind, count in sorted(self.faults.items())]
         return rows + [f"{count:8d}  layer: {outcome}" for outcome, count in sorted(self.outcomes.items())]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The counts for a machine."""
+        return {
+            "runs": self.runs,
+            "faults": dict(sorted(self.faults.items())),
+            "layers": dict(sorted(self.outcomes.items())),
+        }
+
 
 def make_sample(directory: Path, *, schedule: str | None = None) -> Sample:
     """Ten layers of equal size in two packs, and an eleventh that repeats one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import anyio
@@ -29,13 +30,21 @@ class Sample:
 
     def check(self, layer: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """The tensors are those of the layer, byte for byte, with their dtypes and shapes."""
-        expected = {name: content for name, content in self.tensors.items() if layer_name(name) == layer}
+        expected = self._layers[layer]
         assert tensors.keys() == expected.keys()
         for name, (dtype, shape, data) in expected.items():
             tensor = tensors[name]
             assert raw(tensor) == data, name
             if DTYPE_BITS[dtype] >= 8:
                 assert tuple(tensor.shape) == shape, name
+
+    @cached_property
+    def _layers(self) -> dict[str, dict[str, Content]]:
+        """The tensors of each layer; kept, since long runs check a hundred thousand layers."""
+        layers: dict[str, dict[str, Content]] = {}
+        for name, content in self.tensors.items():
+            layers.setdefault(layer_name(name), {})[name] = content
+        return layers
 
     async def check_prefetch(self, transport: Transport, layer: str) -> None:
         """The layer comes through."""
