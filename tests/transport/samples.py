@@ -61,11 +61,16 @@ def assert_idle(statistics: TransportStatistics) -> None:
 
 
 async def settled(transport: Transport) -> None:
-    """Wait until what nobody waits for has landed."""
+    """Wait until what nobody waits for has landed, and every slot is back.
+
+    The prefetcher may have been waiting for a slot for a load that was given up since: it is handed one, and gives it
+    back when it next has a turn, which may be after that load's last read.
+    """
     with anyio.fail_after(60):
         while True:
-            residency = transport.statistics().residency
-            if not residency.draining and not residency.loading:
+            statistics = transport.statistics()
+            residency, ring = statistics.residency, statistics.ring
+            if not residency.draining and not residency.loading and ring.free == ring.slots:
                 return
             await anyio.sleep(0.001)
 
