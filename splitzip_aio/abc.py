@@ -298,7 +298,7 @@ class Fence(Protocol):
 class Arena(ABC):
     """Memory on one device that layers are decoded into, in ranges of bytes.
 
-    An arena belongs to one transport, and to its event loop; only ``upload`` and ``aclose`` wait.
+    An arena belongs to one transport, and to its event loop; only ``reap`` and ``aclose`` wait.
 
     Attributes:
         max_segments: how many segments a slot may hold at most.
@@ -316,7 +316,7 @@ class Arena(ABC):
     @staticmethod
     @abstractmethod
     def table_bytes(payload_bytes: int) -> int:
-        """Bytes to keep free behind a payload of at most ``payload_bytes`` in each slot given to ``upload``."""
+        """Bytes to keep free behind a payload of at most ``payload_bytes`` in each slot given to ``submit``."""
 
     @abstractmethod
     def fits(self, nbytes: int, *, freeing: Iterable[int] = ()) -> bool:
@@ -335,30 +335,34 @@ class Arena(ABC):
         """The bytes there, (nbytes,) uint8, sharing the arena's memory."""
 
     @abstractmethod
-    async def upload(
+    def submit(
         self,
         memory: memoryview,
         read: PlannedRead,
         base: int,
         *,
         drained: Callable[[], None],
+        done: Callable[[Fence | SplitZipError | None], None],
         trace: StageTrace | None = None,
-    ) -> Fence | None:
-        """Decode the segments of a slot into the arena and check them.
+    ) -> None:
+        """Begin to decode the segments of a slot into the arena and to check them; returns at once.
+
+        The calls are made in the event loop, now or later, while ``reap`` is awaited or something else is submitted.
 
         Args:
             memory: the slot; its first ``read.nbytes`` bytes were read, and ``table_bytes`` more may be written.
             read: what was read: at most ``max_segments`` segments.
             base: where the layer's range starts in the arena.
-            drained: called once, as soon as the slot may be filled again, and before this returns or raises.
-            trace: called with the times of each stage, in this task, before this returns; left out where it raises.
-
-        Returns:
-            What a stream must wait for before it uses the result; None where there is nothing to wait for.
-
-        Raises:
-            CorruptDataError: a segment is wrong, named with its pack and offset; the range then holds anything.
+            drained: called once, as soon as the slot may be filled again, and before ``done``.
+            done: called once, with what a stream must wait for before it uses the result, None where there is nothing
+                to wait for; or with an error: a segment is wrong, named with its pack and offset, and the range then
+                holds anything.
+            trace: called with the times of each stage before ``done``; left out where there is an error.
         """
+
+    @abstractmethod
+    async def reap(self) -> None:
+        """Return once nothing that was submitted is under way."""
 
     @abstractmethod
     def fence(self) -> Fence | None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Self
 
 from splitzip_aio.telemetry import TimeStatistics
 from splitzip_aio.timeline import Slice, Stage, Timeline
@@ -72,14 +73,9 @@ class StageClock:
 
         return ended
 
-    @contextmanager
-    def upload(self, layer: str, slot: int, nbytes: int, decoded_bytes: int, *, in_place: bool) -> Iterator[Upload]:
-        """A slot is copied and decoded, or decoded ``in_place``."""
-        upload = Upload(self, self._timeline, layer, slot, nbytes, decoded_bytes, in_place=in_place)
-        try:
-            yield upload
-        finally:
-            upload.end()
+    def upload(self, layer: str, slot: int, nbytes: int, decoded_bytes: int, *, in_place: bool) -> Upload:
+        """A slot is copied and decoded, or decoded ``in_place``; ``end`` what is returned, or leave its block."""
+        return Upload(self, self._timeline, layer, slot, nbytes, decoded_bytes, in_place=in_place)
 
     def lease(self, layer: str, nbytes: int) -> Callable[[], None]:
         """A layer is handed out; call what is returned when it comes back."""
@@ -176,8 +172,14 @@ class Upload:
         self._enter(_Place.DECODE if self._place is _Place.COPY else None)
 
     def end(self) -> None:
-        """It is over, however it went."""
+        """It is over, however it went. Idempotent."""
         self._enter(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     def _enter(self, place: _Place | None) -> None:
         if place is self._place:

@@ -48,11 +48,6 @@ class Gate:
         self._events.append(anyio.Event())
         return self._events[-1]
 
-    async def pass_through(self, who: object) -> None:
-        event = self.arrive(who)
-        if not self.is_open:
-            await event.wait()
-
     async def change(self) -> None:
         """Wait until the test opens the gate, or lets someone through."""
         self._changed = anyio.Event()
@@ -61,6 +56,30 @@ class Gate:
     def let(self, place: int) -> None:
         self._events[place].set()
         self._changed.set()
+
+
+async def settle_waiting(gate: Gate, waiting: list[tuple[anyio.Event, Callable[[], None]]]) -> None:
+    """Make each call once its event is set or the gate is open, until no call waits."""
+    while waiting:
+        ready = [entry for entry in waiting if gate.is_open or entry[0].is_set()]
+        if not ready:
+            await gate.change()
+        for entry in ready:
+            waiting.remove(entry)
+            entry[1]()
+
+
+async def upload(
+    arena: Arena, memory: memoryview, read: PlannedRead, base: int, *, drained: Callable[[], None]
+) -> Fence | None:
+    """Submit one slot and reap it: the fence, or the error raised."""
+    results: list[Fence | SplitZipError | None] = []
+    arena.submit(memory, read, base, drained=drained, done=results.append)
+    await arena.reap()
+    (result,) = results
+    if isinstance(result, SplitZipError):
+        raise result
+    return result
 
 
 class FakeFile(FileHandle):
@@ -117,13 +136,7 @@ class FakeDriver(ReadDriver):
         self._waiting.append((self.gate.arrive(offset), partial(done, result)))
 
     async def reap(self) -> None:
-        while self._waiting:
-            ready = [entry for entry in self._waiting if self.gate.is_open or entry[0].is_set()]
-            if not ready:
-                await self.gate.change()
-            for entry in ready:
-                self._waiting.remove(entry)
-                entry[1]()
+        await settle_waiting(self.gate, self._waiting)
 
     def statistics(self) -> DriverStatistics:
         raise NotImplementedError
@@ -133,38 +146,42 @@ class FakeDriver(ReadDriver):
 
 
 class FakeArena(Arena):
-    """Decodes nothing; each upload waits at ``gate``, and raises what ``failures`` has for its destination."""
+    """Decodes nothing; each upload waits at ``gate``, and ends with what ``failures`` has for its destination."""
 
     max_segments = 4
     device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.gate = Gate()
-        self.failures: dict[int, Exception] = {}
+        self.failures: dict[int, SplitZipError] = {}
+        self._waiting: list[tuple[anyio.Event, Callable[[], None]]] = []
         self.uploads: list[tuple[PlannedRead, int]] = []
 
     @staticmethod
     def table_bytes(payload_bytes: int) -> int:
         return 0
 
-    async def upload(
+    def submit(
         self,
         memory: memoryview,
         read: PlannedRead,
         base: int,
         *,
         drained: Callable[[], None],
+        done: Callable[[Fence | SplitZipError | None], None],
         trace: StageTrace | None = None,
-    ) -> Fence | None:
+    ) -> None:
         self.uploads.append((read, base))
         destination = base + read.segments[0].destination
-        try:
-            await self.gate.pass_through(destination)
-        finally:
+
+        def settle() -> None:
             drained()
-        if destination in self.failures:
-            raise self.failures[destination]
-        return None
+            done(self.failures.get(destination))
+
+        self._waiting.append((self.gate.arrive(destination), settle))
+
+    async def reap(self) -> None:
+        await settle_waiting(self.gate, self._waiting)
 
     def fits(self, nbytes: int, *, freeing: Iterable[int] = ()) -> bool:
         raise NotImplementedError

@@ -6,8 +6,10 @@ A slot is copied to a landing buffer on the *copy stream*, and decoded from ther
     copy stream      wait(landing buffer is read) ▶ copy slot ▶ record(copied)          copied: the slot is free
     upload stream    wait(copied) ▶ decode, one launch ▶ copy checksums back ▶ record(ready)
 
-So the next slot is copied while this one is decoded. The event loop asks for both events now and then, compares the
-checksums, and only then is anything handed out.
+So the next slot is copied while this one is decoded. Both events are asked for whenever a slot is submitted, and every
+millisecond or so; then the checksums are compared, and only then is anything handed out. A thread that waited for them
+would have to get the interpreter's lock back before it could tell anyone; asking costs half a microsecond, and the
+events of a stream come in order.
 
 What a read's headers say is checked when it comes by for the first time, and the decode table made of it is kept. Later
 on the device goes by that table: whatever the slot then holds, nothing is read or written out of range, and wrong bytes
@@ -17,6 +19,7 @@ fail their checksum.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -28,16 +31,16 @@ import torch
 
 from splitzip_aio.abc import Fence, PlannedRead, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
-from splitzip_aio.arena.events import EventPoller
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
-from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
+from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, SplitZipError, UnsupportedError
 from splitzip_aio.timeline import Stage
 
 __all__ = ["CudaArena"]
 
 _LANDING_BUFFERS = 3  # one being written, one being read, one between them
 _DESTINATION_ALIGN = 16
+_ASK_EVERY_S = 0.0005  # less than a slot of 16 MiB takes on any link; asyncio makes a millisecond of it
 
 
 @dataclass(slots=True)
@@ -48,18 +51,28 @@ class _Landing:
     read: torch.cuda.Event | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Upload:
-    """A slot on its way: its table, and the checksums that the device found, valid after ``ready``.
+    """A slot on its way.
 
-    ``starts`` are those of copy and decode, where someone wants to know the times.
+    Attributes:
+        read: what is in it.
+        table: its table.
+        verdict: the checksums that the device found, valid after ``ready``.
+        copied, ready: the ends of copy and decode.
+        starts: those of copy and decode, where someone wants to know the times.
+        drained, done, trace: what ``submit`` was given.
     """
 
+    read: PlannedRead
     table: SlotTable
     verdict: torch.Tensor
     copied: torch.cuda.Event
     ready: torch.cuda.Event
     starts: tuple[torch.cuda.Event, torch.cuda.Event] | None
+    drained: Callable[[], None]
+    done: Callable[[Fence | SplitZipError | None], None]
+    trace: StageTrace | None
 
 
 class CudaArena(BufferArena):
@@ -93,40 +106,41 @@ class CudaArena(BufferArena):
         self._clock: _DeviceClock | None = None
         self._address = self.buffer.data_ptr()
         self._tables: dict[PlannedRead, SlotTable] = {}  # a read's headers are examined once
-        self._events = EventPoller()
+        self._copying: deque[_Upload] = deque()
+        self._decoding: deque[_Upload] = deque()
 
     @staticmethod
     def table_bytes(payload_bytes: int) -> int:
         """Bytes to keep free behind a payload of at most ``payload_bytes``."""
         return table_capacity(payload_bytes)
 
-    async def upload(
+    def submit(
         self,
         memory: memoryview,
         read: PlannedRead,
         base: int,
         *,
         drained: Callable[[], None],
+        done: Callable[[Fence | SplitZipError | None], None],
         trace: StageTrace | None = None,
-    ) -> Fence | None:
-        """Decode the segments of a slot into the arena and check them; see ``splitzip_aio.abc.Arena.upload``."""
-        with anyio.CancelScope(shield=True):  # the device uses the slot, and then its verdict is not known
-            try:
-                upload = self._begin(memory, read, base, timed=trace is not None)
-                await self._events.reach(upload.copied)
-            finally:
-                drained()
-            await self._events.reach(upload.ready)
-        if trace is not None:
-            self._report(upload, trace)
-        found = upload.verdict[: len(read.segments)].numpy().view(np.uint64).copy()
-        self._verdicts.append(upload.verdict)
-        for place in upload.table.failures(found):
-            raise CorruptDataError(
-                f"{read.where(place)}: decoded bytes have checksum {found[place]:016x}, expected "
-                f"{upload.table.checksums[place]:016x}; rebuild the cache"
-            )
-        return upload.ready
+    ) -> None:
+        """Begin to decode the segments of a slot into the arena; see ``splitzip_aio.abc.Arena.submit``."""
+        try:
+            table = self._table(memory, read)
+        except SplitZipError as error:  # the device has been given nothing
+            drained()
+            done(error)
+        else:
+            upload = self._begin(memory, read, base, table, drained, done, trace)
+            self._copying.append(upload)
+            self._decoding.append(upload)
+        self._settle()
+
+    async def reap(self) -> None:
+        """Return once nothing that was submitted is under way."""
+        while self._decoding:
+            await anyio.sleep(_ASK_EVERY_S)
+            self._settle()
 
     def fence(self) -> Fence | None:
         """The end of what the caller's current stream has been given so far."""
@@ -147,13 +161,27 @@ class CudaArena(BufferArena):
         self._verdicts.clear()
         self._tables.clear()
 
-    def _begin(self, memory: memoryview, read: PlannedRead, base: int, *, timed: bool) -> _Upload:
-        """Complete the slot by its table, and give copy and decode to the streams."""
-        if timed and self._clock is None:
-            self._clock = _DeviceClock(self._copy_stream)
+    def _table(self, memory: memoryview, read: PlannedRead) -> SlotTable:
+        """The table of a read, made when it comes by for the first time."""
         table = self._tables.get(read)
         if table is None:
             table = self._tables[read] = _table(memory[: read.nbytes], read)
+        return table
+
+    def _begin(
+        self,
+        memory: memoryview,
+        read: PlannedRead,
+        base: int,
+        table: SlotTable,
+        drained: Callable[[], None],
+        done: Callable[[Fence | SplitZipError | None], None],
+        trace: StageTrace | None,
+    ) -> _Upload:
+        """Complete the slot by its table, and give copy and decode to the streams."""
+        timed = trace is not None
+        if timed and self._clock is None:
+            self._clock = _DeviceClock(self._copy_stream)
         table.write(memory[read.nbytes :], self._address + base)
         landing = self._landing[self._next_landing]
         self._next_landing = (self._next_landing + 1) % len(self._landing)
@@ -176,7 +204,30 @@ class CudaArena(BufferArena):
             verdict[: len(read.segments)].copy_(results, non_blocking=True)
             ready.record(self._upload_stream)
         landing.read = ready
-        return _Upload(table, verdict, copied, ready, starts)
+        return _Upload(read, table, verdict, copied, ready, starts, drained, done, trace)
+
+    def _settle(self) -> None:
+        """Make the calls that are due. The events of each stream fire in order, and a slot's copy before its decode."""
+        while self._copying and self._copying[0].copied.query():
+            self._copying.popleft().drained()
+        while self._decoding and self._decoding[0].ready.query():
+            upload = self._decoding.popleft()
+            if self._copying and self._copying[0] is upload:  # was copied since it was asked
+                self._copying.popleft().drained()
+            error = self._check(upload)
+            if error is None and upload.trace is not None:
+                self._report(upload, upload.trace)
+            upload.done(upload.ready if error is None else error)
+
+    def _check(self, upload: _Upload) -> CorruptDataError | None:
+        found = upload.verdict[: len(upload.read.segments)].numpy().view(np.uint64).copy()
+        self._verdicts.append(upload.verdict)
+        for place in upload.table.failures(found):
+            return CorruptDataError(
+                f"{upload.read.where(place)}: decoded bytes have checksum {found[place]:016x}, expected "
+                f"{upload.table.checksums[place]:016x}; rebuild the cache"
+            )
+        return None
 
     def _report(self, upload: _Upload, trace: StageTrace) -> None:
         """Say when a finished upload was copied and decoded."""

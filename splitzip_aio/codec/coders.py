@@ -115,7 +115,7 @@ class GpuSegmentCoder:
     def count(self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int) -> list[NDArray[np.int64]]:
         """Each segment's (256,) exponent counts."""
         (counts,) = self._encoder.count([self._encoder.upload(data, fmt, segment_bytes)]).wait()
-        return list(counts)
+        return list(counts.astype(np.int64))
 
     def encode(
         self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int, plan: SegmentPlan
@@ -124,7 +124,7 @@ class GpuSegmentCoder:
         import torch
 
         encoded = self._encoder.encode([self._encoder.upload(data, fmt, segment_bytes)], [plan])
-        out = self.allocate(sum(plan.segments))
+        out = self.allocate(plan.nbytes)
         encoded.to_host(torch.from_numpy(out))
         stop = 0
         for size in plan.segments:

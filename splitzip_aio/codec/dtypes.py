@@ -70,6 +70,7 @@ _TORCH_NAMES = {
     "U64": "uint64",
 }
 _PAIRS_OF_F4 = "float4_e2m1fn_x2"  # torch counts pairs, safetensors counts elements
+_OUR_NAMES = {theirs: ours for ours, theirs in _TORCH_NAMES.items()} | {_PAIRS_OF_F4: "F4"}
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -151,7 +152,4 @@ def torch_view(contents: torch.Tensor, dtype: str, shape: Sequence[int]) -> torc
 
 
 def _safetensors_dtype(dtype: torch.dtype) -> str | None:
-    name = str(dtype).removeprefix("torch.")
-    if name == _PAIRS_OF_F4:
-        return "F4"
-    return next((ours for ours, theirs in _TORCH_NAMES.items() if theirs == name), None)
+    return _OUR_NAMES.get(str(dtype).removeprefix("torch."))

@@ -2,16 +2,18 @@
 
 It has three parts, all little endian:
 
-* 256 u32 for each tensor: what there is to know of each exponent (``exponent_entries``);
+* tiles, one i32 a program: the index of its segment;
 * descriptors, one a segment (``_DESCRIPTOR``);
-* tiles, one i32 a program: the index of its segment.
+* 256 u32 for each tensor: what there is to know of each exponent (``exponent_entries``).
 
-Programs that run the same code, by element format and schedule, are launched together.
+Programs that run the same code, by element format and schedule, are launched together. Counting has no need of the
+last part. Where the same segments are then encoded together as were counted together, the tiles, by far the largest
+part, stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import RAW, ElementFormat
-from splitzip_aio.codec.layout import HEADER_BYTES, SEGMENT_ALIGN, TILE_ELEMENTS
+from splitzip_aio.codec.layout import HEADER_BYTES, SEGMENT_ALIGN, TILE_ELEMENTS, align
 from splitzip_aio.codec.schedule import STORED, Method, Schedule
 from splitzip_aio.codec.segments import SegmentPlan
 
@@ -51,6 +53,12 @@ WINDOW_EXPONENTS = 32
 """Exponents that a tile counts quickly; see ``kernels/count.py``."""
 
 _ENTRIES_BYTES = 4 * 256
+_ALIGN_TILES = 4  # so that descriptors start at a multiple of 16
+_WORDS = ENCODE_WORDS["words"]
+_SOURCE, _DESTINATION = (ENCODE_WORDS[name] // 2 for name in ("source", "destination"))  # among words of 8 bytes
+_ELEMENTS, _FIRST_TILE, _ROW = (ENCODE_WORDS[name] for name in ("elements", "first_tile", "row"))
+_PLACES = slice(ENCODE_WORDS["entries"], ENCODE_WORDS["tail_bits"])  # entries, then where the planes start
+_COUNTS = slice(ENCODE_WORDS["tail_bits"], ENCODE_WORDS["escapes"] + 1)
 _STORED_TILE_BYTES = 2 * TILE_ELEMENTS
 Kind: TypeAlias = tuple[ElementFormat, Schedule | None]
 
@@ -131,15 +139,17 @@ class EncodeLaunch:
 class EncodeTable:
     """The parts of what is uploaded, in this order, and what the host needs to know of it.
 
-    ``segments`` are the descriptors; ``tiles`` has one array for each launch. ``rows`` counts the tiles of all
-    segments, of coded and stored ones alike.
+    ``tiles`` has one array for each launch; ``segments`` are the descriptors, (segments, words) int32. ``rows`` counts
+    the tiles of all segments, of coded and stored ones alike. ``kept`` says that the tiles are those of the table that
+    counted the same segments.
     """
 
-    entries: tuple[NDArray[np.uint32], ...]
-    segments: NDArray[np.void]
     tiles: tuple[NDArray[np.int32], ...]
+    segments: NDArray[np.int32]
+    entries: tuple[NDArray[np.uint32], ...]
     launches: tuple[EncodeLaunch, ...]
     rows: int
+    kept: bool = False
 
     @classmethod
     def to_count(cls, stretches: Sequence[Stretch]) -> EncodeTable:
@@ -147,7 +157,7 @@ class EncodeTable:
         segments, rows = _describe(stretches)
         kinds = [None if stretch.fmt == RAW else (stretch.fmt, None) for stretch in stretches]
         tiles = _assign(segments, stretches, kinds)
-        return cls((), segments, tuple(tiles.values()), _launches(tiles, segments.nbytes), rows)
+        return cls(tuple(tiles.values()), segments, (), _launches(tiles), rows)
 
     @classmethod
     def to_encode(
@@ -155,68 +165,92 @@ class EncodeTable:
     ) -> EncodeTable:
         """The table for encoding stretches, each by its plan; ``counted`` is what counted them, if they were."""
         segments, rows = (counted.segments.copy(), counted.rows) if counted else _describe(stretches)
-        stop = 0
-        for number, (stretch, plan) in enumerate(zip(stretches, plans, strict=True)):
-            start, stop = stop, stop + stretch.segments
-            _place(segments[start:stop], stretch, plan)
-            segments["entries"][start:stop] = number * _ENTRIES_BYTES
-        sizes = np.array([size for plan in plans for size in plan.segments], np.int64)
-        segments["destination"] = np.cumsum(sizes) - sizes
         kinds = [_kind(stretch, plan.schedule) for stretch, plan in zip(stretches, plans, strict=True)]
-        entries = [exponent_entries(plan.schedule, plan.codebooks) for plan in plans]
         groups = list(dict.fromkeys(kinds))
-        if counted and [fmt for fmt, _ in groups] == [launch.fmt for launch in counted.launches]:
-            tiles = dict(zip(groups, counted.tiles, strict=True))  # the same segments as were counted together
+        kept = counted is not None and [fmt for fmt, _ in groups] == [launch.fmt for launch in counted.launches]
+        if counted is not None and kept:
+            tiles = dict(zip(groups, counted.tiles, strict=True))
         else:
+            _count_stored_bytes(segments, stretches, kinds)
             tiles = _assign(segments, stretches, kinds)
-        start = len(entries) * _ENTRIES_BYTES + segments.nbytes
-        return cls(tuple(entries), segments, tuple(tiles.values()), _launches(tiles, start), rows)
+        entries_at = _descriptors_at(tiles.values()) + segments.nbytes
+        stop = 0
+        for stretch, plan in zip(stretches, plans, strict=True):
+            start, stop = stop, stop + stretch.segments
+            _place(segments[start:stop], stretch, plan, entries_at)
+            entries_at += _ENTRIES_BYTES
+        sizes = plans[0].numbers[0] if len(plans) == 1 else np.concatenate([plan.numbers[0] for plan in plans])
+        segments.view(np.int64)[1:, _DESTINATION] = sizes[:-1].cumsum()
+        entries = tuple(exponent_entries(plan.schedule, plan.codebooks) for plan in plans)
+        return cls(tuple(tiles.values()), segments, entries, _launches(tiles), rows, kept)
 
     @property
     def descriptors(self) -> int:
         """At which byte the descriptors start."""
-        return len(self.entries) * _ENTRIES_BYTES
+        return _descriptors_at(self.tiles)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the table."""
-        return self.descriptors + self.segments.nbytes + sum(part.nbytes for part in self.tiles)
+    def first_changed(self) -> int:
+        """The byte from which on this table differs from the one that counted."""
+        return self.descriptors if self.kept else 0
+
+    def nbytes(self, tensors: int | None = None) -> int:
+        """Bytes of the table, or of one of the same segments that has entries for so many tensors."""
+        return self.descriptors + self.segments.nbytes + _ENTRIES_BYTES * (len(self.entries) if tensors is None else tensors)
 
     def write(self, out: NDArray[np.uint8]) -> None:
-        """Write the table to (nbytes,) uint8."""
-        np.concatenate([part.view(np.uint8) for part in (*self.entries, self.segments, *self.tiles)], out=out)
+        """Write what changed of the table to (nbytes - first_changed,) uint8."""
+        tiles = [] if self.kept else [*self.tiles, np.zeros(-sum(map(len, self.tiles)) % _ALIGN_TILES, np.int32)]
+        np.concatenate([part.reshape(-1).view(np.uint8) for part in (*tiles, self.segments, *self.entries)], out=out)
 
 
-def _describe(stretches: Sequence[Stretch]) -> tuple[NDArray[np.void], int]:
+def _descriptors_at(tiles: Iterable[NDArray[np.int32]]) -> int:
+    return align(sum(part.nbytes for part in tiles), 4 * _ALIGN_TILES)
+
+
+def _describe(stretches: Sequence[Stretch]) -> tuple[NDArray[np.int32], int]:
     """Descriptors of all segments, with what is known from the start, and how many tiles they have."""
-    segments = np.zeros(sum(stretch.segments for stretch in stretches), _DESCRIPTOR)
+    segments = np.zeros((sum(stretch.segments for stretch in stretches), _WORDS), np.int32)
+    sources = segments.view(np.int64)[:, _SOURCE]
     stop = 0
     for stretch in stretches:
         start, stop = stop, stop + stretch.segments
-        part, first, size = segments[start:stop], stretch.address, stretch.segment_bytes
-        part["source"] = np.arange(first, first + stretch.nbytes, size)
-        part["elements"] = size // stretch.fmt.element_bytes
-        part["elements"][-1:] = stretch.last_bytes // stretch.fmt.element_bytes
-    tiles = -(-segments["elements"] // TILE_ELEMENTS)
-    ends = np.cumsum(tiles)
-    segments["row"] = ends - tiles
+        first, element_bytes = stretch.address, stretch.fmt.element_bytes
+        sources[start:stop] = np.arange(first, first + stretch.nbytes, stretch.segment_bytes)
+        segments[start:stop, _ELEMENTS] = stretch.segment_bytes // element_bytes
+        segments[stop - 1, _ELEMENTS] = stretch.last_bytes // element_bytes
+    tiles = -(-segments[:, _ELEMENTS] // TILE_ELEMENTS)
+    ends = tiles.cumsum()
+    segments[:, _ROW] = ends - tiles
     return segments, int(ends[-1])
 
 
-def _place(part: NDArray[np.void], stretch: Stretch, plan: SegmentPlan) -> None:
+def _count_stored_bytes(segments: NDArray[np.int32], stretches: Sequence[Stretch], kinds: Sequence[Kind]) -> None:
+    """The elements of a stored segment are bytes."""
+    stop = 0
+    for stretch, (_, schedule) in zip(stretches, kinds, strict=True):
+        start, stop = stop, stop + stretch.segments
+        if schedule == STORED:
+            segments[start:stop, _ELEMENTS] *= stretch.fmt.element_bytes
+
+
+def _place(part: NDArray[np.int32], stretch: Stretch, plan: SegmentPlan, entries: int) -> None:
     """Fill in what follows from a stretch's plan; planes start at the same bytes in all segments but the last."""
-    for some, nbytes in ((part[:-1], stretch.segment_bytes), (part[-1:], stretch.last_bytes)):
-        places = plan.schedule.layout(stretch.fmt, nbytes // stretch.fmt.element_bytes, 0)
-        for name in ("high", "codes", "index", "tail"):
-            some[name] = getattr(places, name)
-        if plan.schedule == STORED:
-            some["elements"] = nbytes
-    part["tail_bits"] = plan.tail_bits
-    part["escapes"] = plan.escapes
+    element_bytes = stretch.fmt.element_bytes
+    part[:, _PLACES] = entries, *_planes(plan.schedule, stretch.fmt, stretch.segment_bytes // element_bytes)
+    part[-1, _PLACES] = entries, *_planes(plan.schedule, stretch.fmt, stretch.last_bytes // element_bytes)
+    part[:, _COUNTS] = plan.numbers[1:].T
+
+
+@lru_cache(maxsize=256)
+def _planes(schedule: Schedule, fmt: ElementFormat, elements: int) -> tuple[int, int, int, int]:
+    """Where the planes after the first, the index and the tail of a segment start."""
+    places = schedule.layout(fmt, elements, 0)
+    return places.high, places.codes, places.index, places.tail
 
 
 def _assign(
-    segments: NDArray[np.void], stretches: Sequence[Stretch], kinds: Sequence[Kind | None]
+    segments: NDArray[np.int32], stretches: Sequence[Stretch], kinds: Sequence[Kind | None]
 ) -> dict[Kind, NDArray[np.int32]]:
     """The tiles of each kind, but None, which are launched together; notes the first tile of each segment."""
     members: dict[Kind, list[NDArray[np.int32]]] = {}
@@ -227,17 +261,18 @@ def _assign(
             members.setdefault(kind, []).append(np.arange(start, stop, dtype=np.int32))
     tiles = {}
     for kind, groups in members.items():
-        numbers = np.concatenate(groups)
+        numbers = groups[0] if len(groups) == 1 else np.concatenate(groups)
+        which = slice(None) if len(numbers) == len(segments) else numbers  # a slice is several times faster
         tile = _STORED_TILE_BYTES if kind[1] == STORED else TILE_ELEMENTS
-        counts = -(-segments["elements"][numbers] // tile)
-        segments["first_tile"][numbers] = np.cumsum(counts) - counts
-        tiles[kind] = np.repeat(numbers, counts)
+        counts = -(-segments[which, _ELEMENTS] // tile)
+        segments[which, _FIRST_TILE] = counts.cumsum() - counts
+        tiles[kind] = numbers.repeat(counts)
     return tiles
 
 
-def _launches(tiles: dict[Kind, NDArray[np.int32]], start: int) -> tuple[EncodeLaunch, ...]:
-    """A launch for each kind, whose tiles are one after another from byte ``start`` of the table on."""
-    launches = []
+def _launches(tiles: dict[Kind, NDArray[np.int32]]) -> tuple[EncodeLaunch, ...]:
+    """A launch for each kind, whose tiles are one after another from the table's start on."""
+    launches, start = [], 0
     for (fmt, schedule), part in tiles.items():
         launches.append(EncodeLaunch(fmt, schedule, start, part.size))
         start += part.nbytes

@@ -13,14 +13,13 @@ from splitzip_aio.codec.codebook import SplitZipCodebook
 from splitzip_aio.codec.dtypes import flat_contents
 from splitzip_aio.codec.formats import RAW, element_format
 from splitzip_aio.codec.gpu_segments import DeviceContents, DeviceSegments, GpuSegmentEncoder, PendingCounts
-from splitzip_aio.codec.schedule import Schedule
+from splitzip_aio.codec.schedule import Schedule, total_counts
 from splitzip_aio.codec.segments import SegmentPlan, decoded_segment_bytes, plan_segments
 from splitzip_aio.codec.tensors import PayloadMeta
 
 __all__ = ["DevicePayloads", "GpuSplitZipEncoder"]
 
 _BATCH_BYTES = 256 << 20
-_NO_SEGMENTS: NDArray[np.int64] = np.zeros((0, 256), np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +134,19 @@ class GpuSplitZipEncoder:
         return _Started(flat, contents, self._segments.count(contents), self._segments.room(contents))
 
     def _finish(self, started: _Started, wanted: Schedule | None) -> DevicePayloads:
-        """Plan by the counts, and begin to encode."""
-        counts = iter(started.pending.wait() if started.pending else ())
-        metas, plans = [], []
-        for dtype, shape, data in started.flat:
-            meta, plan = _plan(dtype, shape, next(counts) if data.numel() else _NO_SEGMENTS, wanted)
-            metas.append(meta)
-            if data.numel():
-                plans.append(plan)
-        if started.pending is None:
-            return DevicePayloads(tuple(metas), None)
-        segments = self._segments.encode(started.contents, plans, started.pending, started.room)
+        """Plan by the counts, begin to encode, and describe the payloads while the device does."""
+        counts = started.pending.wait() if started.pending else []
+        totals = [total_counts(each) for each in counts]
+        facts = zip(started.contents, counts, totals, strict=True)
+        plans = [plan_segments(each.fmt, part, schedule=wanted, total=total) for each, part, total in facts]
+        segments = None
+        if started.pending is not None:
+            segments = self._segments.encode(started.contents, plans, started.pending, started.room)
+        planned = iter(zip(plans, totals, strict=True))
+        metas = [
+            _meta(dtype, shape, *(next(planned) if data.numel() else _nothing(dtype, wanted)))
+            for dtype, shape, data in started.flat
+        ]
         return DevicePayloads(tuple(metas), segments)
 
 
@@ -168,10 +169,12 @@ def _contents(dtype: str, data: torch.Tensor) -> DeviceContents:
     return DeviceContents.of(data, fmt, decoded_segment_bytes(fmt))
 
 
-def _plan(
-    dtype: str, shape: tuple[int, ...], counts: NDArray[np.int64], schedule: Schedule | None
-) -> tuple[PayloadMeta, SegmentPlan]:
-    fmt, total = element_format(dtype), counts.sum(axis=0)
+def _nothing(dtype: str, wanted: Schedule | None) -> tuple[SegmentPlan, NDArray[np.int64]]:
+    """Plan and counts of a tensor without elements."""
+    return plan_segments(element_format(dtype), [], schedule=wanted), np.zeros(256, np.int64)
+
+
+def _meta(dtype: str, shape: tuple[int, ...], plan: SegmentPlan, total: NDArray[np.int64]) -> PayloadMeta:
+    fmt = element_format(dtype)
     codebook = None if fmt == RAW else SplitZipCodebook.from_histogram(total, fmt)
-    plan = plan_segments(fmt, counts, schedule=schedule, total=total)
-    return PayloadMeta(dtype, shape, plan.schedule, codebook, plan.segments), plan
+    return PayloadMeta(dtype, shape, plan.schedule, codebook, plan.segments)

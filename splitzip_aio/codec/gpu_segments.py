@@ -63,15 +63,23 @@ class TileCounts:
     windows: torch.Tensor
     bottoms: torch.Tensor
 
+    @classmethod
+    def of(cls, rows: int, device: torch.device) -> TileCounts:
+        """Room for ``rows`` tiles, in one allocation."""
+        window_words = rows * WINDOW_EXPONENTS // 2
+        windows, bottoms = torch.empty(window_words + rows, dtype=torch.int32, device=device).split((window_words, rows))
+        return cls(windows.view(torch.int16), bottoms)
+
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Zeroed memory, allocated at once, for one call of ``GpuSegmentEncoder.encode``.
+    """Zeroed memory, allocated at once, for one batch of segments.
 
-    ``found`` is what ``DeviceSegments`` describes; ``starts``, (rows + 1,) int64, are where tiles' tails start, and
-    ``sizes``, (rows,) int32, what they take.
+    ``counts`` are (segments, 256) int32; ``found`` is what ``DeviceSegments`` describes; ``starts``, (rows + 1,) int64,
+    are where tiles' tails start, and ``sizes``, (rows,) int32, what they take.
     """
 
+    counts: torch.Tensor
     found: torch.Tensor
     starts: torch.Tensor
     sizes: torch.Tensor
@@ -79,35 +87,38 @@ class _Scratch:
     @classmethod
     def of(cls, table: EncodeTable, device: torch.device) -> _Scratch:
         """For the segments and rows of ``table``."""
-        rows = table.rows
-        parts = 2 * table.segments.size, align(rows + 1, 2), -(-rows // 2)  # each part at a multiple of 16 bytes
-        found, starts, sizes = torch.zeros(sum(parts), dtype=torch.int64, device=device).split(parts)
-        return cls(found, starts[: rows + 1], sizes.view(torch.int32)[:rows])
+        segments, rows = len(table.segments), table.rows
+        parts = 128 * segments, 2 * segments, align(rows + 1, 2), -(-rows // 2)  # each at a multiple of 16 bytes
+        counts, found, starts, sizes = torch.zeros(sum(parts), dtype=torch.int64, device=device).split(parts)
+        return cls(counts.view(torch.int32).view(segments, 256), found, starts[: rows + 1], sizes.view(torch.int32)[:rows])
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCounts:
     """Exponent counts on their way to the host, which may do other things until it asks for them.
 
-    ``ready`` is None in the interpreter, where all is done already. The rest is for ``GpuSegmentEncoder.encode``.
+    ``ready`` is None in the interpreter, where all is done already. The rest is for ``GpuSegmentEncoder.encode``;
+    ``base`` is the table on the device, with room for the one that encodes.
     """
 
     stretches: tuple[Stretch, ...]
     counts: torch.Tensor
     ready: torch.cuda.Event | None
     table: EncodeTable
+    base: torch.Tensor
     tiles: TileCounts
     scratch: _Scratch
 
-    def wait(self) -> list[NDArray[np.int64]]:
-        """(segments, 256) counts of each of the contents, as ``cpu.histogram`` gives them."""
+    def wait(self) -> list[NDArray[np.int32]]:
+        """(segments, 256) counts of each of the contents, as ``cpu.histogram`` gives them but for the type."""
         if self.ready is not None:
             self.ready.synchronize()
-        found = self.counts.numpy().astype(np.int64)
-        parts = np.split(found, np.cumsum([stretch.segments for stretch in self.stretches])[:-1])
-        for stretch, part in zip(self.stretches, parts, strict=True):
+        found, parts, stop = self.counts.numpy(), [], 0
+        for stretch in self.stretches:
+            start, stop = stop, stop + stretch.segments
+            parts.append(found[start:stop])
             if stretch.fmt == RAW:
-                part[:, 0] = stretch.decoded_bytes()
+                parts[-1][:, 0] = stretch.decoded_bytes()
         return parts
 
 
@@ -135,7 +146,7 @@ class DeviceSegments:
         """
         out.copy_(self.buffer)
         sums, tail_bits = self.found.cpu().numpy().reshape(2, -1)
-        if tail_bits.tolist() != [bits for plan in self.plans for bits in plan.tail_bits]:
+        if not np.array_equal(tail_bits, np.concatenate([plan.numbers[1] for plan in self.plans])):
             raise SourceChangedError("a tensor changed while it was encoded; encode again once nothing writes to it")
         segments: NDArray[np.uint8] = out.numpy()
         remaining = iter(sums.tolist())
@@ -198,17 +209,18 @@ class GpuSegmentEncoder:
         stretches = tuple(each.stretch for each in contents)
         table = EncodeTable.to_count(stretches)
         with self._on_device():
-            base, tiles = self._upload(table), self._tile_counts(table)
-            counts = torch.zeros((table.segments.size, 256), dtype=torch.int32, device=self.device)
+            base = self._table_room(table, len(stretches))
+            self._upload(table, base)
+            tiles, scratch = TileCounts.of(table.rows, self.device), _Scratch.of(table, self.device)
             for launch in table.launches:
-                self._launch(self._count, launch, table, base, counts, tiles.windows, tiles.bottoms)
-            ready = None
+                self._launch(self._count, launch, table, base, scratch.counts, tiles.windows, tiles.bottoms)
+            counts, ready = scratch.counts, None
             if self.device.type == "cuda":
-                found = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-                counts = found.copy_(counts, non_blocking=True)
+                counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+                counts.copy_(scratch.counts, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record(torch.cuda.current_stream(self.device))
-            return PendingCounts(stretches, counts, ready, table, tiles, _Scratch.of(table, self.device))
+            return PendingCounts(stretches, counts, ready, table, base, tiles, scratch)
 
     def room(self, contents: Sequence[DeviceContents]) -> torch.Tensor:
         """Zeroed memory for segments that are not larger than stored ones; best asked for while counts are pending."""
@@ -226,11 +238,12 @@ class GpuSegmentEncoder:
         The host does not wait for the device; ``DeviceSegments.to_host`` does. Without ``counted``, which ``count``
         gave for the same contents, elements are read twice. It and ``room``, which is ``room``'s, are used once.
         """
-        stretches = tuple(each.stretch for each in contents)
+        stretches = counted.stretches if counted else tuple(each.stretch for each in contents)
         table = EncodeTable.to_encode(stretches, plans, counted.table if counted else None)
-        size = sum(sum(plan.segments) for plan in plans)
+        size = sum(plan.nbytes for plan in plans)
         with self._on_device():
-            base = self._upload(table)
+            base = counted.base if counted and table.kept else self._table_room(table)
+            self._upload(table, base)
             tiles = counted.tiles if counted else self._unknown_tile_counts(table)
             scratch = counted.scratch if counted else _Scratch.of(table, self.device)
             if room is None or room.numel() < size:
@@ -241,7 +254,7 @@ class GpuSegmentEncoder:
                 if launch.schedule == STORED:
                     self._launch(self._copy, launch, table, base, out, scratch.found)
                 else:
-                    arguments = (scratch.starts, out, scratch.found, table.segments.size)
+                    arguments = (scratch.starts, out, scratch.found, len(table.segments))
                     self._launch(self._encode, launch, table, base, *arguments, **_widths(launch), PTX=self._ptx)
         return DeviceSegments(out, scratch.found, stretches, tuple(plans))
 
@@ -252,14 +265,9 @@ class GpuSegmentEncoder:
                 self._launch(self._measure, launch, table, base, tiles.windows, tiles.bottoms, scratch.sizes)
         torch.cumsum(scratch.sizes, 0, dtype=torch.int64, out=scratch.starts[1:])
 
-    def _tile_counts(self, table: EncodeTable) -> TileCounts:
-        """Room for counts of tiles."""
-        windows = torch.empty((table.rows, WINDOW_EXPONENTS), dtype=torch.int16, device=self.device)
-        return TileCounts(windows, torch.empty(table.rows, dtype=torch.int32, device=self.device))
-
     def _unknown_tile_counts(self, table: EncodeTable) -> TileCounts:
         """Counts of tiles, none of which are known."""
-        counts = self._tile_counts(table)
+        counts = TileCounts.of(table.rows, self.device)
         counts.bottoms.fill_(-1)
         return counts
 
@@ -274,10 +282,15 @@ class GpuSegmentEncoder:
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _upload(self, table: EncodeTable) -> torch.Tensor:
-        host = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+    def _table_room(self, table: EncodeTable, tensors: int | None = None) -> torch.Tensor:
+        return torch.empty(table.nbytes(tensors), dtype=torch.uint8, device=self.device)
+
+    def _upload(self, table: EncodeTable, base: torch.Tensor) -> None:
+        """Copy to ``base`` what is not there yet."""
+        first, last = table.first_changed, table.nbytes()
+        host = torch.empty(last - first, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         table.write(host.numpy())
-        return host.to(self.device, non_blocking=True)
+        base[first:last].copy_(host, non_blocking=True)
 
 
 def _bits(fmt: ElementFormat) -> dict[str, int]:

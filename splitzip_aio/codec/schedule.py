@@ -12,9 +12,11 @@ Sizes follow from the histogram alone, so the choice is the exact minimum and ne
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +38,8 @@ __all__ = [
     "choose_schedule",
     "coding_costs",
     "encoded_bytes",
+    "exponent_order",
+    "total_counts",
 ]
 
 MAX_DEPTH = 4
@@ -102,11 +106,14 @@ class Schedule:
 
         ``histogram`` is (256,) counts of exponents. Entries beyond the format's exponents are zero.
         """
+        return self.codebooks_of(exponent_order(histogram), fmt)
+
+    def codebooks_of(self, order: NDArray[np.intp], fmt: ElementFormat) -> tuple[bytes, ...]:
+        """``codebooks`` of a histogram whose ``exponent_order`` is known."""
         sizes = self.codebook_sizes
-        symbols = 1 << fmt.exponent_bits
-        order = np.argsort(-histogram[:symbols], kind="stable").astype(np.uint8).tobytes().ljust(sum(sizes), b"\0")
-        starts = np.concatenate(([0], np.cumsum(sizes))).tolist()
-        return tuple(order[start : start + size] for start, size in zip(starts, sizes, strict=False))
+        listed = order[: min(1 << fmt.exponent_bits, sum(sizes))].astype(np.uint8).tobytes().ljust(sum(sizes), b"\0")
+        stops = list(accumulate(sizes))
+        return tuple(listed[stop - size : stop] for stop, size in zip(stops, sizes, strict=True))
 
     def layout(self, fmt: ElementFormat, elements: Size, tail_bits: Size) -> Layout[Size]:
         """Layout of a segment of ``elements`` elements whose tail has ``tail_bits`` bits, or of (segments,) of each."""
@@ -173,9 +180,26 @@ def encoded_bytes(
     return schedule.layout(fmt, int(histogram.sum()), tail_bits).segment_bytes
 
 
+def exponent_order(histogram: NDArray[np.int64]) -> NDArray[np.intp]:
+    """(256,) exponents, most frequent first; equal counts in order of value."""
+    return np.argsort(-histogram, kind="stable")
+
+
+def total_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """(256,) sums of (segments, 256) exponent counts.
+
+    Counts of 32 bits are added up in 32 bits, which is several times faster, as far as no sum can exceed them: a
+    segment has at most 2**24 elements.
+    """
+    if counts.dtype.itemsize > 4 or len(counts) < 2:
+        return counts.sum(axis=0, dtype=np.int64)
+    parts = [counts[start : start + 64] for start in range(0, len(counts), 64)]
+    return np.add.reduce([np.add.reduce(part, axis=0, dtype=np.int32) for part in parts], axis=0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class CodingCosts:
-    """What each of some schedules makes of each segment of a tensor: (segments, schedules) arrays.
+    """What each of some schedules makes of each segment of a tensor: (schedules, segments) arrays.
 
     ``segment_bytes`` are exact encoded sizes, headers, indices and padding counted; ``tail_bits`` and ``escapes`` are
     what the headers will state.
@@ -189,33 +213,32 @@ class CodingCosts:
     @property
     def cheapest(self) -> int:
         """Index of the schedule with the fewest bytes for all segments, of equals the first."""
-        return int(self.segment_bytes.sum(axis=0).argmin())
+        return int(self.segment_bytes.sum(axis=1).argmin())
 
 
 def coding_costs(
     schedules: tuple[Schedule, ...],
     fmt: ElementFormat,
-    counts: NDArray[np.int64],
+    counts: NDArray[np.integer[Any]],
     *,
     total: NDArray[np.int64],
-    ranking: NDArray[np.int64],
+    order: NDArray[np.intp],
 ) -> CodingCosts:
     """Costs of segments with these (segments, 256) exponent counts, whose sum is ``total``.
 
-    ``ranking``, (256,) counts, orders the codebooks. All follows from one product of the counts, in order of rank and
+    Codebooks take exponents in the given ``order``. All follows from one product of the counts, in that order and
     without exponents that do not occur, by what each rank costs; in float64, which is exact below 2**53.
     """
-    order = np.argsort(-ranking, kind="stable")
     ranks = np.flatnonzero(total[order])
     occurring = int(ranks[-1]) + 1 if ranks.size else 0
-    by_rank = counts[:, order[:occurring]].astype(np.float64)
-    sums = (by_rank @ _costs_by_rank(schedules)[:occurring]).astype(np.int64)
+    by_rank = counts.take(order[:occurring], axis=1).astype(np.float64)
+    sums = (_costs_by_rank(schedules)[:, :occurring] @ by_rank.T).astype(np.int64)
     number = len(schedules)
-    tail_bits, escapes, elements = sums[:, :number], sums[:, number:-1], sums[:, -1]
-    distinct, which = np.unique(elements, return_inverse=True)  # all segments but the last have the same number
-    fixed = [[each.fixed_bytes(fmt, count) for each in schedules] for count in distinct.tolist()]
-    ends = np.array(fixed, np.int64).reshape(-1, number)[which] + ((tail_bits + 31) >> 5 << 2)
-    return CodingCosts(schedules, align(ends, SEGMENT_ALIGN), tail_bits, escapes)
+    tail_bits, escapes, elements = sums[:number], sums[number:-1], sums[-1]
+    distinct = sorted(set(elements.tolist()))  # all segments but the last have the same number
+    fixed = np.array([[each.fixed_bytes(fmt, count) for count in distinct] for each in schedules], np.int64)
+    ends = fixed.take(np.searchsorted(distinct, elements), axis=1) if distinct else np.zeros_like(tail_bits)
+    return CodingCosts(schedules, align(ends + ((tail_bits + 31) >> 5 << 2), SEGMENT_ALIGN), tail_bits, escapes)
 
 
 def choose_schedule(
@@ -230,9 +253,9 @@ def choose_schedule(
     counts, by default the sum of the histograms. Of equal sizes the simplest wins, in the order of ``CANDIDATES``.
     """
     counts = np.asarray(histograms, np.int64).reshape(-1, 256)
-    total = counts.sum(axis=0)
-    ranks = total if ranking is None else ranking
-    costs = coding_costs(candidates(fmt), fmt, counts, total=total, ranking=ranks)
+    total = total_counts(counts)
+    order = exponent_order(total if ranking is None else ranking)
+    costs = coding_costs(candidates(fmt), fmt, counts, total=total, order=order)
     return costs.schedules[costs.cheapest]
 
 
@@ -244,7 +267,7 @@ def candidates(fmt: ElementFormat) -> tuple[Schedule, ...]:
 
 @lru_cache
 def _costs_by_rank(schedules: tuple[Schedule, ...]) -> NDArray[np.float64]:
-    """(256, n) costs of the most frequent exponent, the next, and so on.
+    """(n, 256) costs of the most frequent exponent, the next, and so on.
 
     Of each schedule the bits in the tail, then of each whether it is an escape, then 1, which counts elements.
     """
@@ -252,4 +275,4 @@ def _costs_by_rank(schedules: tuple[Schedule, ...]) -> NDArray[np.float64]:
     tails = [each.tail_costs(each.codebooks(falling, BF16)) for each in schedules]
     coded = [256 if each.method is Method.STORED else sum(each.codebook_sizes) for each in schedules]
     escaped = [np.arange(256) >= limit for limit in coded]
-    return np.stack([*tails, *escaped, np.ones(256)], axis=1).astype(np.float64)
+    return np.stack([*tails, *escaped, np.ones(256)]).astype(np.float64)

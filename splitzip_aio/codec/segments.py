@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
-from splitzip_aio.codec.schedule import Schedule, candidates, coding_costs
+from splitzip_aio.codec.schedule import Schedule, candidates, coding_costs, exponent_order, total_counts
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = ["SegmentPlan", "decoded_segment_bytes", "plan_segments", "segment_spans"]
@@ -30,31 +32,54 @@ def segment_spans(decoded_bytes: int, fmt: ElementFormat) -> Iterator[tuple[int,
         yield start, min(start + step, decoded_bytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class SegmentPlan:
     """How a tensor is coded, known from its histograms before any of it is encoded.
 
-    ``codebooks`` has one entry per tier, shared by all segments; ``segments`` their exact encoded sizes in bytes,
-    ``tail_bits`` and ``escapes`` what their headers will state.
+    ``codebooks`` has one entry per tier, shared by all segments. ``numbers`` is (3, segments) int64: the segments' exact
+    encoded sizes in bytes, then the tail bits and the escapes that their headers will state.
     """
 
     schedule: Schedule
     codebooks: tuple[bytes, ...]
-    segments: tuple[int, ...]
-    tail_bits: tuple[int, ...]
-    escapes: tuple[int, ...]
+    numbers: NDArray[np.int64]
+
+    @cached_property
+    def segments(self) -> tuple[int, ...]:
+        """Encoded size of each segment, in bytes."""
+        return tuple(self.numbers[0].tolist())
+
+    @cached_property
+    def tail_bits(self) -> tuple[int, ...]:
+        """Bits in each segment's tail."""
+        return tuple(self.numbers[1].tolist())
+
+    @cached_property
+    def escapes(self) -> tuple[int, ...]:
+        """Exponents of each segment that no codebook holds."""
+        return tuple(self.numbers[2].tolist())
+
+    @property
+    def nbytes(self) -> int:
+        """Encoded bytes of all segments."""
+        return int(self.numbers[0].sum())
 
     def part(self, start: int, stop: int) -> SegmentPlan:
         """The plan of segments ``start`` to ``stop`` alone."""
-        places = slice(start, stop)
-        return SegmentPlan(
-            self.schedule, self.codebooks, self.segments[places], self.tail_bits[places], self.escapes[places]
-        )
+        return SegmentPlan(self.schedule, self.codebooks, self.numbers[:, start:stop])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SegmentPlan):
+            return NotImplemented
+        coding = (self.schedule, self.codebooks) == (other.schedule, other.codebooks)
+        return coding and np.array_equal(self.numbers, other.numbers)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def plan_segments(
     fmt: ElementFormat,
-    histograms: Sequence[NDArray[np.int64]] | NDArray[np.int64],
+    histograms: Sequence[NDArray[np.int64]] | NDArray[np.integer[Any]],
     *,
     schedule: Schedule | None = None,
     ranking: NDArray[np.int64] | None = None,
@@ -71,15 +96,13 @@ def plan_segments(
     """
     if schedule is not None and not schedule.applies_to(fmt):
         raise InvalidArgumentError(f"schedule {schedule} cannot code {fmt.name} elements; they can be 'stored'")
-    counts = np.asarray(histograms, np.int64).reshape(-1, 256)
+    counts = np.asarray(histograms, None if len(histograms) else np.int64).reshape(-1, 256)
     if total is None:
-        total = counts.sum(axis=0)
-    if ranking is None:
-        ranking = total
+        total = total_counts(counts)
+    order = exponent_order(total if ranking is None else ranking)
     schedules = candidates(fmt) if schedule is None else (schedule,)
-    costs = coding_costs(schedules, fmt, counts, total=total, ranking=ranking)
+    costs = coding_costs(schedules, fmt, counts, total=total, order=order)
     place = costs.cheapest
     chosen = schedules[place]
-    found = (costs.segment_bytes, costs.tail_bits, costs.escapes)
-    sizes, tail_bits, escapes = (tuple(each[:, place].tolist()) for each in found)
-    return SegmentPlan(chosen, chosen.codebooks(ranking, fmt), sizes, tail_bits, escapes)
+    numbers = np.stack([each[place] for each in (costs.segment_bytes, costs.tail_bits, costs.escapes)])
+    return SegmentPlan(chosen, chosen.codebooks_of(order, fmt), numbers)

@@ -12,6 +12,7 @@ from splitzip_aio.codec.cpu import encode_segment, histogram
 from splitzip_aio.codec.formats import BF16, RAW
 from splitzip_aio.codec.schedule import STORED, Schedule
 from splitzip_aio.errors import ClosedError, CorruptDataError, InvalidArgumentError
+from tests.pipeline import upload
 
 Bytes = NDArray[np.uint8]
 
@@ -51,7 +52,7 @@ class Filled:
         """Upload to offset 256; what was called back."""
         freed = [] if freed is None else freed
         read = PlannedRead(0, "a.szp", 0, len(self.memory), tuple(self.placements))
-        await arena.upload(self.memory, read, 256, drained=lambda: freed.append("drained"))
+        await upload(arena, self.memory, read, 256, drained=lambda: freed.append("drained"))
         return freed
 
 

@@ -20,6 +20,7 @@ from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, Unsuppor
 from splitzip_aio.memory import _address
 from splitzip_aio.staging import StagingRing
 from splitzip_aio.transport import open_transport
+from tests.pipeline import upload
 from tests.transport.conftest import sample
 from tests.transport.samples import LAYER_BYTES, Sample, raw
 
@@ -75,7 +76,7 @@ class Filled:
                 drained()
 
         base = self.base(slot) if base is None else base
-        await self.arena.upload(self.ring.slots[slot].memory, self.reads[slot], base, drained=note)
+        await upload(self.arena, self.ring.slots[slot].memory, self.reads[slot], base, drained=note)
         assert calls == [slot]
 
     def base(self, slot: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
+from splitzip_aio.abc import Arena
 from splitzip_aio.errors import (
     CacheNotFoundError,
     ClosedError,
@@ -312,16 +312,19 @@ class BrokenError(Exception):
 
 
 class BreakingUploads:
-    """In place of an arena's ``upload``: fails as soon as ``broken`` is set."""
+    """An arena's uploads end, all of them, in an error of Python's, as soon as ``broken`` is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached = anyio.Event()
         self.broken = anyio.Event()
+        monkeypatch.setattr(arena, "submit", self.submit)
+        monkeypatch.setattr(arena, "reap", self.reap)
 
-    async def __call__(self, *args: object, drained: Callable[[], None], **options: object) -> None:
+    def submit(self, *args: object, **options: object) -> None:
         self.reached.set()
+
+    async def reap(self) -> None:
         await self.broken.wait()
-        drained()
         raise BrokenError
 
 
@@ -339,9 +342,7 @@ async def test_a_breakdown_is_told_to_all_who_wait(sample: Sample, monkeypatch: 
             sample.root, device="cpu", ring_bytes="1MiB", arena_bytes="128KiB", host_cache=host
         ) as transport:
             transports.append(transport)
-            upload = BreakingUploads()
-            upload.broken.set()
-            monkeypatch.setattr(transport._parts.arena, "upload", upload)
+            BreakingUploads(transport._parts.arena, monkeypatch).broken.set()
             async with anyio.create_task_group() as group:
                 for layer in transport.layers:
                     group.start_soon(wait, transport, layer)
@@ -363,8 +364,7 @@ async def test_a_breakdown_that_nobody_waits_for_is_raised_at_the_end(
 ) -> None:
     async def stream() -> None:
         async with open_transport(sample.root, device="cpu", ring_bytes="1MiB") as transport:
-            upload = BreakingUploads()
-            monkeypatch.setattr(transport._parts.arena, "upload", upload)
+            upload = BreakingUploads(transport._parts.arena, monkeypatch)
             async with anyio.create_task_group() as group:
                 group.start_soon(transport.prefetch, "blocks.0")
                 await upload.reached.wait()

@@ -82,13 +82,13 @@ async def test_what_is_found_is_decoded_from_where_it_is(
     sample: Sample, host: HostCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    upload = HostArena.upload
+    submit = HostArena.submit
 
     def spy(self: HostArena, memory: memoryview, *arguments: object, **options: object) -> object:
         seen.append(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
-        return upload(self, memory, *arguments, **options)  # type: ignore[arg-type]
+        return submit(self, memory, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HostArena, "upload", spy)
+    monkeypatch.setattr(HostArena, "submit", spy)
     async with open_transport(sample.root, device="cpu", host_cache=host, **OPTIONS) as transport:
         await rounds(sample, transport, 2)
         entries = {torch.frombuffer(entry.memory, dtype=torch.uint8).data_ptr() for entry in host._entries.values()}
