@@ -101,9 +101,12 @@ def copy_tensors(
     device: str | torch.device,
     *,
     progress: ProgressCallback | None = None,
+    room_bytes: int | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """The tensors of these names, each in memory of its own on the device, ready for any stream.
+
+    Meanwhile a GPU holds up to ``room_bytes`` more, or what the largest tensor needs; by default what is fast.
 
     Raises:
         CacheError: the cache has no such tensor.
@@ -117,7 +120,7 @@ def copy_tensors(
     meter = _Meter(sum(entry.nbytes for entry in entries), progress)
     if target.type == "cpu":
         return _decode(cache, entries, meter)
-    return _stream(cache, entries, target, meter, options)
+    return _stream(cache, entries, target, meter, room_bytes, options)
 
 
 class _Meter:
@@ -183,6 +186,7 @@ def _stream(
     entries: Sequence[Entry],
     device: torch.device,
     meter: _Meter,
+    room_bytes: int | None,
     options: dict[str, Any],
 ) -> dict[str, torch.Tensor]:
     """Stream chunk by chunk through a small arena, and copy each out of it on the device."""
@@ -191,13 +195,16 @@ def _stream(
     largest = max((sum(entry.nbytes for entry in members) for members in chunks.values()), default=0)
     # Of all tensors, the cache's own order is the right one; it ends, and a given one would start again.
     order = None if len(entries) == len(cache.tensors) else list(chunks)
+    arena_bytes = largest + _AHEAD * (_CHUNK_BYTES + (1 << 20))
+    if room_bytes is not None:
+        arena_bytes = max(largest + (1 << 20), min(arena_bytes, room_bytes))
     tensors: dict[str, torch.Tensor] = {}
     with BlockingTransport(
         cache,
         device=device,
         layer_of=lambda name: chunk_of.get(name, _UNWANTED),
         order=order,
-        arena_bytes=largest + _AHEAD * (_CHUNK_BYTES + (1 << 20)),
+        arena_bytes=arena_bytes,
         **options,
     ) as transport:
         for lease in _in_turn(transport, list(chunks)):

@@ -126,7 +126,10 @@ def offload(
         limit_bytes = max(1, budget_bytes // _DIVIDE_ABOVE)
         division = divide(find_units(model, matched.weights, limit_bytes=limit_bytes, patterns=units), budget_bytes)
         names_to_stay = _names_to_stay(division, matched)
-        fixed = copy_tensors(opened, names_to_stay, target, progress=progress, **_for_loading(options))
+        room_bytes = division.window_bytes  # which nothing else takes yet
+        fixed = copy_tensors(
+            opened, names_to_stay, target, progress=progress, room_bytes=room_bytes, **_for_loading(options)
+        )
         host_bytes = _host_bytes(division.rotating) if host_cache_bytes == "auto" else int(host_cache_bytes)
         turns = _open_turns(opened, division, target, host_bytes, options, own) if division.rotating else None
         # From here on nothing fails: the model is either as it was, or offloaded.

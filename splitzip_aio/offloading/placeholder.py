@@ -67,6 +67,8 @@ class OffloadedWeight(torch.nn.Parameter):
     ) -> Any:
         """Answer what is known, refuse what writes, and fetch the values for what remains."""
         options = kwargs or {}
+        if func is torch._has_compatible_shallow_copy_type:  # ``model.to`` asks, and then sets ``data``; see below
+            return True
         if func in _KNOWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **options)
@@ -189,7 +191,7 @@ def _getters(names: str) -> Iterator[Callable[..., Any]]:
 
 
 _READING = frozenset({"__index__", "__int__", "__invert__"})
-_KNOWN = frozenset({*_getters(_TELLS), *_methods(_ANSWERS), torch._has_compatible_shallow_copy_type})
+_KNOWN = frozenset({*_getters(_TELLS), *_methods(_ANSWERS)})
 _CONVERTING = frozenset(getattr(torch.Tensor, name) for name in _CONVERSIONS.split())
 _ADDRESSING = frozenset(_methods(_ADDRESSES))
 _GRADIENTS = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
