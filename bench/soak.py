@@ -1,11 +1,13 @@
 """Nothing lost, nothing leaked, nothing silent: long runs with faults on purpose, and counts of what came of them.
 
     python bench/soak.py mixed --minutes 30        a mixed load; what the process holds at the end against the start
+    python bench/soak.py mixed --device cuda:0     the same on a GPU, by consumers whose streams lag behind at random
     python bench/soak.py runs --count 10000        seeded runs, each with its own transport, of each driver
     python bench/soak.py cancellations --count 100000
     python bench/soak.py flips --count 20000       single flipped bits in every part of a cache
 
-Needs the tests beside it, and no GPU. Ends with an error as soon as a rule is broken; the seed finds it again.
+Needs the tests beside it, and but for the second no GPU. Ends with an error as soon as a rule is broken; the seed
+finds it again.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +31,12 @@ import anyio
 
 from tests.faults.cancelling import cancel_many
 from tests.faults.flipping import Flips, flip_many
+from tests.faults.late import Expected
 from tests.faults.seeded import BACKENDS, Tally, make_sample, run
-from tests.faults.soaking import Footprint, soak
+from tests.faults.soaking import Drift, Footprint, Mix, soak
 from tests.transport.samples import Sample
 
 REPORT_EVERY_S = 30.0
-MOST_DRIFT_PERCENT = 1.0
 
 began = time.monotonic()
 
@@ -54,15 +57,36 @@ class Reporter:
 
 def mixed(options: argparse.Namespace, sample: Sample) -> bool:
     reporter = Reporter()
+    mix = Mix(
+        sample,
+        sample.root.parent / "model.safetensors",
+        options.drivers,
+        options.backends,
+        Expected(sample, options.device) if options.late or options.device != "cpu" else None,
+    )
 
-    def report(tally: Tally, footprint: Footprint) -> None:
-        reporter(f"{tally.runs} rounds, {sum(tally.faults.values())} faults,", footprint)
+    def report(tally: Tally, footprints: list[Footprint]) -> None:
+        if reporter(f"{tally.runs} rounds, {sum(tally.faults.values())} faults,", footprints[-1]):
+            keep(options, found(options, tally, footprints))
 
-    checkpoint = sample.root.parent / "model.safetensors"
-    tally, drift = soak(sample, checkpoint, options.minutes * 60, options.seed, report)
+    tally, footprints = soak(mix, options.minutes * 60, options.seed, report)
+    keep(options, found(options, tally, footprints))
+    drift = Drift.of(footprints)
     print("\n".join(tally.lines() + drift.lines()))
-    names = ("rss_bytes", "descriptors", "threads", "pinned_bytes")
-    return all(drift.percent(name) < MOST_DRIFT_PERCENT for name in names)
+    return drift.small
+
+
+def found(options: argparse.Namespace, tally: Tally, footprints: list[Footprint]) -> dict[str, Any]:
+    """What came of a soak so far, with two hundred footprints of it at most."""
+    some = footprints[:: len(footprints) // 200 + 1]
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "device": options.device,
+        "first_seed": options.seed,
+        "drift": Drift.of(footprints).as_dict(),
+        **tally.as_dict(),
+        "footprints": [asdict(each) for each in some],
+    }
 
 
 def runs(options: argparse.Namespace, sample: Sample) -> bool:
@@ -93,8 +117,8 @@ def keep(options: argparse.Namespace, counts: dict[str, Any]) -> None:
 
 def cancellations(options: argparse.Namespace, sample: Sample) -> bool:
     for driver in options.drivers:
-        for backend in BACKENDS:
-            share = options.count // (len(options.drivers) * len(BACKENDS))
+        for backend in options.backends:
+            share = options.count // (len(options.drivers) * len(options.backends))
             task = partial(cancel_many, sample, driver, share, seed=options.seed, rate=options.rate)
             print(f"{driver}, {backend}:")
             print("\n".join(anyio.run(task, backend=backend).lines()), flush=True)
@@ -124,6 +148,9 @@ def main() -> int:
         "--rate", type=float, default=0.0, help="cancellations: how many reads complete late on purpose"
     )
     parser.add_argument("--drivers", nargs="+", default=["uring", "threads"], choices=["uring", "threads"])
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--device", default="cpu", help="mixed: where to stream to; on cuda consumers lag behind")
+    parser.add_argument("--late", action="store_true", help="mixed: consumers as on a GPU, but on the CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="runs, mixed: a file to keep the counts in")
     options = parser.parse_args()

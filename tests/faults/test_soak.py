@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["mixed", "--minutes", "0.1"], ["  runs", "fault eio", "layer: right bytes", "rss_bytes", "pinned_bytes"]),
+        (["mixed", "--minutes", "0.1"], ["  runs", "fault eio", "layer: right bytes", "rss_bytes", "malloc_bytes"]),
         (["runs", "--count", "5", "--drivers", "threads"], ["5  runs", "fault bit-flip"]),
         (["cancellations", "--count", "40", "--drivers", "threads"], ["none lost", "from cancel to the slot reusable"]),
         (["flips", "--count", "60"], ["60  noticed in all, 0 missed"]),
