@@ -22,6 +22,7 @@ from splitzip_aio.cli.output import format_bytes
 from splitzip_aio.codec import cpu
 from splitzip_aio.drivers import DriverName
 from splitzip_aio.errors import UnsupportedError
+from splitzip_aio.host_cache.headroom import group_headroom, headroom
 
 __all__ = ["Check", "Examination", "examine"]
 
@@ -61,6 +62,7 @@ def examine(directory: Path) -> Examination:
         _cuda,
         _triton,
         _cpu_codec,
+        _memory,
         _locked_memory,
         lambda: anyio.run(_io_uring, directory),
         lambda: anyio.run(_direct_io, directory),
@@ -128,6 +130,22 @@ def _cpu_codec() -> Check:
     else:
         cause = f"numba {numba.__version__} does not serve here"
     return Check("cpu codec", "warn", f"{codec}, fifty times slower: {cause}", "pip install --upgrade numba")
+
+
+def _memory() -> Check:
+    machine, group = headroom(), group_headroom()
+    left = f"{format_bytes(machine.available_bytes)} left"
+    if group is None:
+        return Check("memory", "ok", f"{left}, no limit by a control group")
+    detail = f"{left}, a control group (a container) limits this process to {format_bytes(group.total_bytes)}"
+    if group.available_bytes > 2 * _RING_BYTES:
+        return Check("memory", "ok", detail)
+    return Check(
+        "memory",
+        "warn",
+        f"{detail}: little for a staging ring of {format_bytes(_RING_BYTES)}, and what exceeds it is killed",
+        "raise the container's memory limit, or pass smaller ring_bytes, arena_bytes and host_cache_bytes",
+    )
 
 
 def _locked_memory() -> Check:

@@ -47,8 +47,8 @@ class HostCache:
     checksums are verified each time it is decoded; one that is found to be wrong is dropped, and read anew.
 
     It takes memory as extents come in. Four times a second, at most, it looks at what is left (``MemAvailable``, and
-    the limits of cgroup v2). Where that is less than a twentieth of all memory, it gives back what was not asked for
-    the longest, until a twentieth is free; it grows only while a tenth is.
+    the limits of control groups). Where that is less than a twentieth of all memory, it gives back what was not asked
+    for the longest, until a twentieth is free; it grows only while a tenth is.
 
     May be used from several threads. Close it, or leave its ``with`` block, after the transports that use it.
 

@@ -20,6 +20,7 @@ from splitzip_aio.drivers import DriverFactory, DriverName, open_driver
 from splitzip_aio.errors import ClosedError, CorruptDataError, InvalidArgumentError, UnsupportedError
 from splitzip_aio.forecast import Forecast
 from splitzip_aio.host_cache import HostCache, HostTier
+from splitzip_aio.host_cache.headroom import check_room
 from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 from splitzip_aio.staging import StagingRing, split_ring
@@ -168,6 +169,7 @@ def _assemble(
             layer_of=options.layer_of,
         )
         forecast = Forecast(plan.layers, order=options.order)
+        check_room(options.ring_bytes, option="ring_bytes")
         ring = resources.enter_context(
             StagingRing(slots, payload_bytes, table_bytes=kind.table_bytes(payload_bytes), pinned=device.type == "cuda")
         )
@@ -254,6 +256,7 @@ def _cuda_missing() -> str | None:
 def _make_arena(device: torch.device, capacity_bytes: int, slot_bytes: int) -> Arena:
     if device.type == "cuda":
         return CudaArena(capacity_bytes, device=device, slot_bytes=slot_bytes)
+    check_room(capacity_bytes, option="arena_bytes")
     return HostArena(capacity_bytes)
 
 

@@ -15,9 +15,10 @@ from splitzip_aio.cli import doctor
 from splitzip_aio.cli.doctor import Check, examine
 from splitzip_aio.codec import cpu
 from splitzip_aio.errors import DriverUnavailableError
+from splitzip_aio.host_cache.headroom import Headroom
 from tests.cli.conftest import CommandLine
 
-NAMES = {"splitzip-aio", "python", "torch", "cuda", "triton", "cpu codec", "locked memory", "io_uring"}
+NAMES = {"splitzip-aio", "python", "torch", "cuda", "triton", "cpu codec", "memory", "locked memory", "io_uring"}
 
 
 def finding(name: str, directory: Path) -> Check:
@@ -69,6 +70,17 @@ def test_unwritable_directory_is_a_warning(tmp_path: Path) -> None:
     found = finding("direct I/O", tmp_path / "absent")
     assert found.status == "warn"
     assert "absent" in found.detail
+
+
+@pytest.mark.parametrize(("left", "status"), [(100 << 20, "warn"), (8 << 30, "ok")])
+def test_the_limit_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: int, status: str) -> None:
+    for name in ("headroom", "group_headroom"):
+        monkeypatch.setattr(doctor, name, lambda: Headroom(left, 9 << 30))
+    found = finding("memory", tmp_path)
+    assert found.status == status
+    assert "(a container) limits this process to 9.7 GB" in found.detail
+    monkeypatch.setattr(doctor, "group_headroom", lambda: None)
+    assert finding("memory", tmp_path).status == "ok"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from splitzip_aio.host_cache.headroom import Headroom, headroom
+from splitzip_aio.errors import InvalidArgumentError
+from splitzip_aio.host_cache import headroom as module
+from splitzip_aio.host_cache.headroom import Headroom, check_room, group_headroom, headroom
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:          20 kB\nMemAvailable:    600 kB\nHugePages_Total:       0\n"
 
@@ -31,6 +33,13 @@ def group(root: Path, name: str, limit: str, current: int, statistics: str = "")
     write(root, f"sys/fs/cgroup/{name}/memory.stat", statistics)
 
 
+def old_group(root: Path, name: str, limit: int, usage: int, statistics: str = "") -> None:
+    """One of cgroup v1."""
+    write(root, f"sys/fs/cgroup/memory/{name}/memory.limit_in_bytes", f"{limit}\n")
+    write(root, f"sys/fs/cgroup/memory/{name}/memory.usage_in_bytes", f"{usage}\n")
+    write(root, f"sys/fs/cgroup/memory/{name}/memory.stat", statistics)
+
+
 def test_the_machine_without_limits(machine: Path) -> None:
     assert headroom(machine) == Headroom(600 << 10, 1000 << 10)
     group(machine, "outer/inner", "max", 5)
@@ -47,6 +56,29 @@ def test_the_tightest_limit_counts_at_each_level(machine: Path, name: str) -> No
 def test_a_group_over_its_limit_has_nothing(machine: Path) -> None:
     group(machine, "outer", "100", 300)
     assert headroom(machine).available_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["v1/group", "v1", "."])
+def test_limits_of_the_first_version_count_as_well(machine: Path, name: str) -> None:
+    """In a container its group is at the top, whatever the process's path is outside."""
+    old_group(machine, "v1/group", 9223372036854771712, 100)
+    assert group_headroom(machine) is None
+    old_group(machine, name, 500000, 300000, "active_file 1\ntotal_active_file 1000\ntotal_inactive_file 20000\n")
+    assert headroom(machine) == group_headroom(machine) == Headroom(221000, 500000)
+
+
+def test_never_more_is_left_than_the_limit(machine: Path) -> None:
+    group(machine, "outer", "5000", 300, "inactive_file 800\n")
+    assert group_headroom(machine) == Headroom(5000, 5000)
+
+
+def test_more_than_a_group_has_left_is_refused(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "group_headroom", lambda: None)
+    check_room(1 << 62, option="ring_bytes")
+    monkeypatch.setattr(module, "group_headroom", lambda: Headroom(700, 900))
+    check_room(700, option="ring_bytes")
+    with pytest.raises(InvalidArgumentError, match=r"ring_bytes: 701 bytes .* 900 bytes, 700 are left; give less"):
+        check_room(701, option="ring_bytes")
 
 
 def test_where_nothing_is_known_nothing_is_feared(tmp_path: Path) -> None:
