@@ -33,7 +33,13 @@ from splitzip_aio.abc import Fence, PlannedRead, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
-from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, SplitZipError, UnsupportedError
+from splitzip_aio.errors import (
+    CorruptDataError,
+    InvalidArgumentError,
+    SplitZipError,
+    TransportError,
+    UnsupportedError,
+)
 from splitzip_aio.timeline import Stage
 
 __all__ = ["CudaArena"]
@@ -131,9 +137,15 @@ class CudaArena(BufferArena):
             drained()
             done(error)
         else:
-            upload = self._begin(memory, read, base, table, drained, done, trace)
-            self._copying.append(upload)
-            self._decoding.append(upload)
+            try:
+                upload = self._begin(memory, read, base, table, drained, done, trace)
+            except RuntimeError as exc:  # torch's OutOfMemoryError is one, and what Triton raises
+                failure = self._out_of_memory(read, exc)
+                drained()
+                done(failure)
+            else:
+                self._copying.append(upload)
+                self._decoding.append(upload)
         self._settle()
 
     async def reap(self) -> None:
@@ -205,6 +217,23 @@ class CudaArena(BufferArena):
             ready.record(self._upload_stream)
         landing.read = ready
         return _Upload(read, table, verdict, copied, ready, starts, drained, done, trace)
+
+    def _out_of_memory(self, read: PlannedRead, cause: RuntimeError) -> TransportError:
+        """What to say of an upload that failed for want of memory. What it had begun is over when this returns.
+
+        Raises:
+            RuntimeError: the cause, if it is anything else.
+        """
+        if "out of memory" not in str(cause).lower():
+            raise cause
+        for stream in (self._copy_stream, self._upload_stream):  # the slot and its landing buffer may be in use
+            stream.synchronize()
+        error = TransportError(
+            f"{read.where(0)}: {self._device} ran out of memory while this was uploaded; free some, and ask for the "
+            "layer again"
+        )
+        error.__cause__ = cause.with_traceback(None)  # whose frames look at the slot
+        return error
 
     def _settle(self) -> None:
         """Make the calls that are due. The events of each stream fire in order, and a slot's copy before its decode."""

@@ -106,10 +106,14 @@ async def recover(sample: Sample, transport: Transport, layer: str) -> None:
         await sample.check_prefetch(transport, layer)
 
 
-def options(chance: random.Random) -> dict[str, Any]:
+RINGS_KIB = {"cpu": (64, 200, 1024), "cuda": (192, 500, 4096)}
+"""A GPU's slots have room for a decode table behind them, of 150 kB."""
+
+
+def options(chance: random.Random, kind: str = "cpu") -> dict[str, Any]:
     """Sizes from just enough to plenty."""
     return {
-        "ring_bytes": chance.choice([64 << 10, 200 << 10, 1 << 20]),
+        "ring_bytes": chance.choice(RINGS_KIB[kind]) << 10,
         "arena_bytes": LAYER_BYTES * chance.choice([1, 3, 8]),
         "host_cache_bytes": chance.choice([0, 0, 100_000, 1 << 20]),
         "io": chance.choice(["auto", "auto", "direct", "buffered"]),

@@ -196,7 +196,7 @@ def mixed_round(mix: Mix, seed: int, tally: Tally) -> None:
 
 async def _stream(mix: Mix, host: HostCache, chance: random.Random, tally: Tally) -> None:
     schedule = FaultSchedule(chance.randrange(1 << 30), rate=chance.choice([0.0, 0.05, 0.3]))
-    sizes = options(chance) | {"host_cache_bytes": 0, "host_cache": chance.choice([host, None])}
+    sizes = options(chance, mix.device.type) | {"host_cache_bytes": 0, "host_cache": chance.choice([host, None])}
     driver = faulty_driver(schedule, chance.choice(mix.drivers))  # type: ignore[arg-type]
     async with open_transport(mix.sample.root, device=mix.device, driver=driver, **sizes) as transport:
         for _ in range(3):

@@ -23,6 +23,7 @@ from splitzip_aio.cache import SplitZipShardCache, build_cache
 from splitzip_aio.cache.checkpoint import open_checkpoint
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError
 from splitzip_aio.vmm_fast import SplitZipNativeShardTransport, bind_slice_aliases, enable_splitzip_fast_transport
+from tests.gpu.test_out_of_memory import limited
 
 pytestmark = pytest.mark.gpu
 
@@ -115,26 +116,20 @@ def test_nothing_is_overwritten_before_it_is_copied(
 
 
 def test_out_of_memory_is_said(layers: tuple[list[Weight], list[torch.Tensor], Path]) -> None:
+    """Of memory that this process may have: the device is other tests' as well."""
     weights, _, cache = layers
     units = [SimpleNamespace(module_name="all", tensors=weights)]
     inner = SimpleNamespace(size_bytes=1)
     store = SimpleNamespace(_native_shard_transport=inner, _upload_stream=torch.cuda.Stream(), _device_ordinal=0)
-    free = torch.cuda.mem_get_info()[0]
-    ballast = torch.empty(free - (16 << 20), dtype=torch.uint8, device="cuda")
-    try:
-        with pytest.raises(InvalidArgumentError, match="bytes left"):
-            enable_splitzip_fast_transport(
-                store,
-                cache,
-                adapter=SimpleNamespace(_execution_units=units),
-                arena_view_fn=lambda *_: torch.empty(0),
-                ring_bytes="256MiB",
-            )
-        assert store._native_shard_transport is inner
-    finally:
-        del ballast
-        gc.collect()
-        torch.cuda.empty_cache()
+    with limited(16 << 20), pytest.raises(InvalidArgumentError, match="bytes left"):
+        enable_splitzip_fast_transport(
+            store,
+            cache,
+            adapter=SimpleNamespace(_execution_units=units),
+            arena_view_fn=lambda *_: torch.empty(0),
+            ring_bytes="256MiB",
+        )
+    assert store._native_shard_transport is inner
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""What the arena on a GPU makes of a device that fails, without one: its streams are stand-ins."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+
+from splitzip_aio.abc import PlannedRead, PlannedSegment
+from splitzip_aio.arena import CudaArena
+from splitzip_aio.errors import TransportError
+
+READ = PlannedRead(0, "a.szp", 4096, 100, (PlannedSegment(64, 36, 0, 72, "w"),))
+
+
+class Stream:
+    """A stream that notes when somebody waits for it."""
+
+    def __init__(self, events: list[object]) -> None:
+        self._events = events
+
+    def synchronize(self) -> None:
+        self._events.append("synchronized")
+
+
+class Failing(CudaArena):
+    """An arena whose uploads fail with ``error``; ``events`` is what happened, in order."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self.events: list[object] = []
+        self._error = error
+        self._device = torch.device("cuda", 3)
+        self._copy_stream = self._upload_stream = Stream(self.events)
+        self._copying, self._decoding = deque(), deque()
+
+    def _table(self, *_: object) -> None:
+        return None
+
+    def _begin(self, *_: object) -> None:
+        raise self._error
+
+    def upload(self) -> list[object]:
+        self.submit(memoryview(b""), READ, 0, drained=lambda: self.events.append("drained"), done=self.events.append)
+        return self.events
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
+def test_out_of_memory_is_the_layers_error_once_the_streams_are_done(error: RuntimeError) -> None:
+    *before, said = Failing(error).upload()
+    assert before == ["synchronized", "synchronized", "drained"]
+    assert isinstance(said, TransportError)
+    assert said.__cause__ is error
+    assert "'w', a.szp at offset 4160: cuda:3 ran out of memory while this was uploaded; free some" in str(said)
+
+
+def test_any_other_failure_is_not_taken_for_it() -> None:
+    arena = Failing(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        arena.upload()
+    assert arena.events == []
