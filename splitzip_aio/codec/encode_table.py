@@ -13,8 +13,8 @@ part, stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -26,7 +26,15 @@ from splitzip_aio.codec.layout import HEADER_BYTES, SEGMENT_ALIGN, TILE_ELEMENTS
 from splitzip_aio.codec.schedule import STORED, Method, Schedule
 from splitzip_aio.codec.segments import SegmentPlan
 
-__all__ = ["ENCODE_WORDS", "WINDOW_EXPONENTS", "EncodeLaunch", "EncodeTable", "Stretch", "exponent_entries"]
+__all__ = [
+    "ENCODE_WORDS",
+    "ENTRIES_BYTES",
+    "WINDOW_EXPONENTS",
+    "EncodeLaunch",
+    "EncodeTable",
+    "Stretch",
+    "exponent_entries",
+]
 
 _DESCRIPTOR = np.dtype(
     [
@@ -52,7 +60,8 @@ ENCODE_WORDS["words"] = _DESCRIPTOR.itemsize // 4
 WINDOW_EXPONENTS = 32
 """Exponents that a tile counts quickly; see ``kernels/count.py``."""
 
-_ENTRIES_BYTES = 4 * 256
+ENTRIES_BYTES = 4 * 256
+"""What a tensor's entries take in the table."""
 _ALIGN_TILES = 4  # so that descriptors start at a multiple of 16
 _WORDS = ENCODE_WORDS["words"]
 _SOURCE, _DESTINATION = (ENCODE_WORDS[name] // 2 for name in ("source", "destination"))  # among words of 8 bytes
@@ -61,6 +70,7 @@ _PLACES = slice(ENCODE_WORDS["entries"], ENCODE_WORDS["tail_bits"])  # entries, 
 _COUNTS = slice(ENCODE_WORDS["tail_bits"], ENCODE_WORDS["escapes"] + 1)
 _STORED_TILE_BYTES = 2 * TILE_ELEMENTS
 Kind: TypeAlias = tuple[ElementFormat, Schedule | None]
+_Shape: TypeAlias = tuple[ElementFormat, int, int]
 
 
 def exponent_entries(schedule: Schedule, codebooks: tuple[bytes, ...]) -> NDArray[np.uint32]:
@@ -104,6 +114,11 @@ class Stretch:
     segment_bytes: int
 
     @property
+    def shape(self) -> _Shape:
+        """All but where it is."""
+        return self.fmt, self.nbytes, self.segment_bytes
+
+    @property
     def segments(self) -> int:
         """How many segments there are."""
         return -(-self.nbytes // self.segment_bytes)
@@ -140,31 +155,36 @@ class EncodeTable:
     """The parts of what is uploaded, in this order, and what the host needs to know of it.
 
     ``tiles`` has one array for each launch; ``segments`` are the descriptors, (segments, words) int32. ``rows`` counts
-    the tiles of all segments, of coded and stored ones alike. ``kept`` says that the tiles are those of the table that
-    counted the same segments.
+    the tiles of all segments, of coded and stored ones alike; ``descriptors`` is the byte at which they start. ``kept``
+    says that the tiles are those of the table that counted the same segments.
     """
 
     tiles: tuple[NDArray[np.int32], ...]
     segments: NDArray[np.int32]
     entries: tuple[NDArray[np.uint32], ...]
     launches: tuple[EncodeLaunch, ...]
+    descriptors: int
     rows: int
     kept: bool = False
 
     @classmethod
     def to_count(cls, stretches: Sequence[Stretch]) -> EncodeTable:
         """The table for counting exponents; ``RAW`` has none."""
-        segments, rows = _describe(stretches)
-        kinds = [None if stretch.fmt == RAW else (stretch.fmt, None) for stretch in stretches]
-        tiles = _assign(segments, stretches, kinds)
-        return cls(tuple(tiles.values()), segments, (), _launches(tiles), rows)
+        shared = _counting(tuple(stretch.shape for stretch in stretches))
+        segments = shared.segments.copy()
+        sources, stop = segments.view(np.int64)[:, _SOURCE], 0
+        for stretch in stretches:
+            start, stop = stop, stop + stretch.segments
+            sources[start:stop] += stretch.address
+        return replace(shared, segments=segments)
 
     @classmethod
     def to_encode(
         cls, stretches: Sequence[Stretch], plans: Sequence[SegmentPlan], counted: EncodeTable | None = None
     ) -> EncodeTable:
         """The table for encoding stretches, each by its plan; ``counted`` is what counted them, if they were."""
-        segments, rows = (counted.segments.copy(), counted.rows) if counted else _describe(stretches)
+        table = counted or cls.to_count(stretches)
+        segments = table.segments.copy()
         kinds = [_kind(stretch, plan.schedule) for stretch, plan in zip(stretches, plans, strict=True)]
         groups = list(dict.fromkeys(kinds))
         kept = counted is not None and [fmt for fmt, _ in groups] == [launch.fmt for launch in counted.launches]
@@ -173,56 +193,51 @@ class EncodeTable:
         else:
             _count_stored_bytes(segments, stretches, kinds)
             tiles = _assign(segments, stretches, kinds)
-        entries_at = _descriptors_at(tiles.values()) + segments.nbytes
+        descriptors = _end(tiles)
+        entries_at = descriptors + segments.nbytes
         stop = 0
         for stretch, plan in zip(stretches, plans, strict=True):
             start, stop = stop, stop + stretch.segments
             _place(segments[start:stop], stretch, plan, entries_at)
-            entries_at += _ENTRIES_BYTES
+            entries_at += ENTRIES_BYTES
         sizes = plans[0].numbers[0] if len(plans) == 1 else np.concatenate([plan.numbers[0] for plan in plans])
         segments.view(np.int64)[1:, _DESTINATION] = sizes[:-1].cumsum()
         entries = tuple(exponent_entries(plan.schedule, plan.codebooks) for plan in plans)
-        return cls(tuple(tiles.values()), segments, entries, _launches(tiles), rows, kept)
+        return cls(tuple(tiles.values()), segments, entries, _launches(tiles), descriptors, table.rows, kept)
 
     @property
-    def descriptors(self) -> int:
-        """At which byte the descriptors start."""
-        return _descriptors_at(self.tiles)
-
-    @property
-    def first_changed(self) -> int:
-        """The byte from which on this table differs from the one that counted."""
-        return self.descriptors if self.kept else 0
-
-    def nbytes(self, tensors: int | None = None) -> int:
-        """Bytes of the table, or of one of the same segments that has entries for so many tensors."""
-        return self.descriptors + self.segments.nbytes + _ENTRIES_BYTES * (len(self.entries) if tensors is None else tensors)
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.descriptors + self.segments.nbytes + len(self.entries) * ENTRIES_BYTES
 
     def write(self, out: NDArray[np.uint8]) -> None:
-        """Write what changed of the table to (nbytes - first_changed,) uint8."""
+        """Write the table to (nbytes,) uint8, or where the tiles are kept, from ``descriptors`` on."""
         tiles = [] if self.kept else [*self.tiles, np.zeros(-sum(map(len, self.tiles)) % _ALIGN_TILES, np.int32)]
         np.concatenate([part.reshape(-1).view(np.uint8) for part in (*tiles, self.segments, *self.entries)], out=out)
 
 
-def _descriptors_at(tiles: Iterable[NDArray[np.int32]]) -> int:
-    return align(sum(part.nbytes for part in tiles), 4 * _ALIGN_TILES)
+def _end(tiles: dict[Kind, NDArray[np.int32]]) -> int:
+    """Where the tiles end and descriptors start."""
+    return align(sum(part.nbytes for part in tiles.values()), 4 * _ALIGN_TILES)
 
 
-def _describe(stretches: Sequence[Stretch]) -> tuple[NDArray[np.int32], int]:
-    """Descriptors of all segments, with what is known from the start, and how many tiles they have."""
+@lru_cache(maxsize=16)
+def _counting(shapes: tuple[_Shape, ...]) -> EncodeTable:
+    """``EncodeTable.to_count`` of stretches that start at address 0; layers of a model often have the same shapes."""
+    stretches = [Stretch(fmt, 0, nbytes, segment_bytes) for fmt, nbytes, segment_bytes in shapes]
     segments = np.zeros((sum(stretch.segments for stretch in stretches), _WORDS), np.int32)
-    sources = segments.view(np.int64)[:, _SOURCE]
     stop = 0
     for stretch in stretches:
         start, stop = stop, stop + stretch.segments
-        first, element_bytes = stretch.address, stretch.fmt.element_bytes
-        sources[start:stop] = np.arange(first, first + stretch.nbytes, stretch.segment_bytes)
-        segments[start:stop, _ELEMENTS] = stretch.segment_bytes // element_bytes
-        segments[stop - 1, _ELEMENTS] = stretch.last_bytes // element_bytes
-    tiles = -(-segments[:, _ELEMENTS] // TILE_ELEMENTS)
-    ends = tiles.cumsum()
-    segments[:, _ROW] = ends - tiles
-    return segments, int(ends[-1])
+        part, element_bytes = segments[start:stop], stretch.fmt.element_bytes
+        part.view(np.int64)[:, _SOURCE] = np.arange(0, stretch.nbytes, stretch.segment_bytes)
+        part[:, _ELEMENTS] = stretch.segment_bytes // element_bytes
+        part[-1, _ELEMENTS] = stretch.last_bytes // element_bytes
+    counts = -(-segments[:, _ELEMENTS] // TILE_ELEMENTS)
+    segments[:, _ROW] = counts.cumsum() - counts
+    kinds = [None if stretch.fmt == RAW else (stretch.fmt, None) for stretch in stretches]
+    tiles = _assign(segments, stretches, kinds)
+    return EncodeTable(tuple(tiles.values()), segments, (), _launches(tiles), _end(tiles), int(counts.sum()))
 
 
 def _count_stored_bytes(segments: NDArray[np.int32], stretches: Sequence[Stretch], kinds: Sequence[Kind]) -> None:

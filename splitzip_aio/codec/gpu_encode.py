@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from splitzip_aio.codec.codebook import SplitZipCodebook
 from splitzip_aio.codec.dtypes import flat_contents
 from splitzip_aio.codec.formats import RAW, element_format
 from splitzip_aio.codec.gpu_segments import DeviceContents, DeviceSegments, GpuSegmentEncoder, PendingCounts
-from splitzip_aio.codec.schedule import Schedule, total_counts
+from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.codec.segments import SegmentPlan, decoded_segment_bytes, plan_segments
 from splitzip_aio.codec.tensors import PayloadMeta
 
@@ -136,17 +134,16 @@ class GpuSplitZipEncoder:
     def _finish(self, started: _Started, wanted: Schedule | None) -> DevicePayloads:
         """Plan by the counts, begin to encode, and describe the payloads while the device does."""
         counts = started.pending.wait() if started.pending else []
-        totals = [total_counts(each) for each in counts]
-        facts = zip(started.contents, counts, totals, strict=True)
-        plans = [plan_segments(each.fmt, part, schedule=wanted, total=total) for each, part, total in facts]
+        facts = zip(started.contents, counts, strict=True)
+        plans = [plan_segments(each.fmt, part, schedule=wanted) for each, part in facts]
         segments = None
         if started.pending is not None:
             segments = self._segments.encode(started.contents, plans, started.pending, started.room)
-        planned = iter(zip(plans, totals, strict=True))
-        metas = [
-            _meta(dtype, shape, *(next(planned) if data.numel() else _nothing(dtype, wanted)))
-            for dtype, shape, data in started.flat
-        ]
+        planned = iter(plans)
+        metas = []
+        for dtype, shape, data in started.flat:
+            plan = next(planned) if data.numel() else plan_segments(element_format(dtype), [], schedule=wanted)
+            metas.append(_meta(dtype, shape, plan))
         return DevicePayloads(tuple(metas), segments)
 
 
@@ -169,12 +166,7 @@ def _contents(dtype: str, data: torch.Tensor) -> DeviceContents:
     return DeviceContents.of(data, fmt, decoded_segment_bytes(fmt))
 
 
-def _nothing(dtype: str, wanted: Schedule | None) -> tuple[SegmentPlan, NDArray[np.int64]]:
-    """Plan and counts of a tensor without elements."""
-    return plan_segments(element_format(dtype), [], schedule=wanted), np.zeros(256, np.int64)
-
-
-def _meta(dtype: str, shape: tuple[int, ...], plan: SegmentPlan, total: NDArray[np.int64]) -> PayloadMeta:
+def _meta(dtype: str, shape: tuple[int, ...], plan: SegmentPlan) -> PayloadMeta:
     fmt = element_format(dtype)
-    codebook = None if fmt == RAW else SplitZipCodebook.from_histogram(total, fmt)
+    codebook = None if fmt == RAW else SplitZipCodebook.from_histogram(plan.counts, fmt)
     return PayloadMeta(dtype, shape, plan.schedule, codebook, plan.segments)

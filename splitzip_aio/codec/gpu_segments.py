@@ -13,7 +13,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from splitzip_aio.codec.checksum import GROUP, GROUP_BYTES
-from splitzip_aio.codec.encode_table import WINDOW_EXPONENTS, EncodeLaunch, EncodeTable, Stretch
+from splitzip_aio.codec.encode_table import ENTRIES_BYTES, WINDOW_EXPONENTS, EncodeLaunch, EncodeTable, Stretch
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.gpu import triton_available
 from splitzip_aio.codec.launch import KernelLauncher
@@ -65,32 +65,31 @@ class TileCounts:
 
     @classmethod
     def of(cls, rows: int, device: torch.device) -> TileCounts:
-        """Room for ``rows`` tiles, in one allocation."""
-        window_words = rows * WINDOW_EXPONENTS // 2
-        windows, bottoms = torch.empty(window_words + rows, dtype=torch.int32, device=device).split((window_words, rows))
-        return cls(windows.view(torch.int16), bottoms)
+        """Room for ``rows`` tiles."""
+        windows = torch.empty((rows, WINDOW_EXPONENTS), dtype=torch.int16, device=device)
+        return cls(windows, torch.empty(rows, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Zeroed memory, allocated at once, for one batch of segments.
+    """Zeroed memory, allocated at once, for one call of ``GpuSegmentEncoder.encode``.
 
-    ``counts`` are (segments, 256) int32; ``found`` is what ``DeviceSegments`` describes; ``starts``, (rows + 1,) int64,
-    are where tiles' tails start, and ``sizes``, (rows,) int32, what they take.
+    ``found`` is what ``DeviceSegments`` describes; ``starts``, (rows + 1,) int64, are where tiles' tails start,
+    ``ends`` the same but the first, and ``sizes``, (rows,) int32, what they take.
     """
 
-    counts: torch.Tensor
     found: torch.Tensor
     starts: torch.Tensor
+    ends: torch.Tensor
     sizes: torch.Tensor
 
     @classmethod
     def of(cls, table: EncodeTable, device: torch.device) -> _Scratch:
         """For the segments and rows of ``table``."""
-        segments, rows = len(table.segments), table.rows
-        parts = 128 * segments, 2 * segments, align(rows + 1, 2), -(-rows // 2)  # each at a multiple of 16 bytes
-        counts, found, starts, sizes = torch.zeros(sum(parts), dtype=torch.int64, device=device).split(parts)
-        return cls(counts.view(torch.int32).view(segments, 256), found, starts[: rows + 1], sizes.view(torch.int32)[:rows])
+        rows = table.rows
+        parts = 2 * len(table.segments), align(rows + 1, 2), -(-rows // 2)  # each part at a multiple of 16 bytes
+        found, starts, sizes = torch.zeros(sum(parts), dtype=torch.int64, device=device).split(parts)
+        return cls(found, starts, starts[1 : rows + 1], sizes.view(torch.int32)[:rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,8 @@ class PendingCounts:
     """Exponent counts on their way to the host, which may do other things until it asks for them.
 
     ``ready`` is None in the interpreter, where all is done already. The rest is for ``GpuSegmentEncoder.encode``;
-    ``base`` is the table on the device, with room for the one that encodes.
+    ``base`` is the table on the device, with room for the one that encodes, and ``staging`` is host memory for what of
+    that differs.
     """
 
     stretches: tuple[Stretch, ...]
@@ -106,6 +106,7 @@ class PendingCounts:
     ready: torch.cuda.Event | None
     table: EncodeTable
     base: torch.Tensor
+    staging: torch.Tensor
     tiles: TileCounts
     scratch: _Scratch
 
@@ -209,18 +210,19 @@ class GpuSegmentEncoder:
         stretches = tuple(each.stretch for each in contents)
         table = EncodeTable.to_count(stretches)
         with self._on_device():
-            base = self._table_room(table, len(stretches))
-            self._upload(table, base)
-            tiles, scratch = TileCounts.of(table.rows, self.device), _Scratch.of(table, self.device)
+            base = self._upload(table, len(stretches))
+            counts = torch.zeros((len(table.segments), 256), dtype=torch.int32, device=self.device)
+            tiles = TileCounts.of(table.rows, self.device)
             for launch in table.launches:
-                self._launch(self._count, launch, table, base, scratch.counts, tiles.windows, tiles.bottoms)
-            counts, ready = scratch.counts, None
+                self._launch(self._count, launch, table, base, counts, tiles.windows, tiles.bottoms)
+            ready = None
             if self.device.type == "cuda":
-                counts = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-                counts.copy_(scratch.counts, non_blocking=True)
+                counts = self._host(counts.shape, torch.int32).copy_(counts, non_blocking=True)
                 ready = torch.cuda.Event()
                 ready.record(torch.cuda.current_stream(self.device))
-            return PendingCounts(stretches, counts, ready, table, base, tiles, scratch)
+            # What is done from here on costs no time, as the device is still counting.
+            staging = self._host((base.numel() - table.descriptors,), torch.uint8)
+            return PendingCounts(stretches, counts, ready, table, base, staging, tiles, _Scratch.of(table, self.device))
 
     def room(self, contents: Sequence[DeviceContents]) -> torch.Tensor:
         """Zeroed memory for segments that are not larger than stored ones; best asked for while counts are pending."""
@@ -242,8 +244,7 @@ class GpuSegmentEncoder:
         table = EncodeTable.to_encode(stretches, plans, counted.table if counted else None)
         size = sum(plan.nbytes for plan in plans)
         with self._on_device():
-            base = counted.base if counted and table.kept else self._table_room(table)
-            self._upload(table, base)
+            base = self._update(table, counted) if counted and table.kept else self._upload(table)
             tiles = counted.tiles if counted else self._unknown_tile_counts(table)
             scratch = counted.scratch if counted else _Scratch.of(table, self.device)
             if room is None or room.numel() < size:
@@ -263,7 +264,7 @@ class GpuSegmentEncoder:
         for launch in table.launches:
             if launch.schedule != STORED:
                 self._launch(self._measure, launch, table, base, tiles.windows, tiles.bottoms, scratch.sizes)
-        torch.cumsum(scratch.sizes, 0, dtype=torch.int64, out=scratch.starts[1:])
+        torch.cumsum(scratch.sizes, 0, dtype=torch.int64, out=scratch.ends)
 
     def _unknown_tile_counts(self, table: EncodeTable) -> TileCounts:
         """Counts of tiles, none of which are known."""
@@ -282,15 +283,21 @@ class GpuSegmentEncoder:
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def _table_room(self, table: EncodeTable, tensors: int | None = None) -> torch.Tensor:
-        return torch.empty(table.nbytes(tensors), dtype=torch.uint8, device=self.device)
+    def _upload(self, table: EncodeTable, tensors: int = 0) -> torch.Tensor:
+        """The table on the device, with room for one of the same segments that has entries for so many tensors."""
+        host = self._host((table.nbytes + tensors * ENTRIES_BYTES,), torch.uint8)
+        table.write(host.numpy()[: table.nbytes])
+        return host.to(self.device, non_blocking=True)
 
-    def _upload(self, table: EncodeTable, base: torch.Tensor) -> None:
-        """Copy to ``base`` what is not there yet."""
-        first, last = table.first_changed, table.nbytes()
-        host = torch.empty(last - first, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        table.write(host.numpy())
-        base[first:last].copy_(host, non_blocking=True)
+    def _update(self, table: EncodeTable, counted: PendingCounts) -> torch.Tensor:
+        """The table on the device, made of the one that counted."""
+        table.write(counted.staging.numpy())
+        counted.base[table.descriptors :].copy_(counted.staging, non_blocking=True)
+        return counted.base
+
+    def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the host that the device can copy from and to by itself."""
+        return torch.empty(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
 def _bits(fmt: ElementFormat) -> dict[str, int]:

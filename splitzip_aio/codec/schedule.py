@@ -12,9 +12,9 @@ Sizes follow from the histogram alone, so the choice is the exact minimum and ne
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -31,19 +31,19 @@ __all__ = [
     "MAX_WIDTH",
     "STORED",
     "TOP16",
-    "CodingCosts",
+    "CountSurvey",
     "Method",
     "Schedule",
     "candidates",
     "choose_schedule",
-    "coding_costs",
     "encoded_bytes",
     "exponent_order",
-    "total_counts",
+    "survey_counts",
 ]
 
 MAX_DEPTH = 4
 MAX_WIDTH = 4
+_NO_RANKING: NDArray[np.int64] = np.zeros(0, np.int64)
 
 
 class Method(enum.IntEnum):
@@ -69,6 +69,9 @@ class Schedule:
                 f"schedule widths {self.widths}: expected 1 to {MAX_DEPTH} tiers of 1 to {MAX_WIDTH} bits, "
                 "such as (2, 2, 3)"
             )
+
+    def __hash__(self) -> int:
+        return hash(self.widths)  # schedules are looked up all the time, and an enum's hash is slow
 
     @classmethod
     def parse(cls, value: str | Sequence[int] | Schedule) -> Schedule:
@@ -131,8 +134,8 @@ class Schedule:
         )
 
     def fixed_bytes(self, fmt: ElementFormat, elements: int) -> int:
-        """Bytes of a segment but for its tail's words and the padding at its end; few calls have other arguments."""
-        return _fixed_bytes(self, fmt, elements)
+        """Bytes of a segment but for its tail's words and the padding at its end."""
+        return self.layout(fmt, elements, 0).tail + (0 if self.method is Method.STORED else TAIL_SLACK)
 
     def tail_costs(self, codebooks: tuple[bytes, ...]) -> NDArray[np.int64]:
         """(256,) bits that each exponent takes in the tail: those of every tier it reaches after the first."""
@@ -162,11 +165,6 @@ class Schedule:
         return 24 if self.method is Method.TOP16 else 8
 
 
-@lru_cache(maxsize=1024)
-def _fixed_bytes(schedule: Schedule, fmt: ElementFormat, elements: int) -> int:
-    return schedule.layout(fmt, elements, 0).tail + (0 if schedule.method is Method.STORED else TAIL_SLACK)
-
-
 STORED = Schedule(Method.STORED)
 TOP16 = Schedule(Method.TOP16)
 CANDIDATES = (STORED, TOP16, *(Schedule(Method.TIERS, widths) for widths in ((4,), (3,), (2, 3), (2, 2, 3))))
@@ -185,60 +183,64 @@ def exponent_order(histogram: NDArray[np.int64]) -> NDArray[np.intp]:
     return np.argsort(-histogram, kind="stable")
 
 
-def total_counts(counts: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """(256,) sums of (segments, 256) exponent counts.
-
-    Counts of 32 bits are added up in 32 bits, which is several times faster, as far as no sum can exceed them: a
-    segment has at most 2**24 elements.
-    """
-    if counts.dtype.itemsize > 4 or len(counts) < 2:
-        return counts.sum(axis=0, dtype=np.int64)
-    parts = [counts[start : start + 64] for start in range(0, len(counts), 64)]
-    return np.add.reduce([np.add.reduce(part, axis=0, dtype=np.int32) for part in parts], axis=0, dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True)
-class CodingCosts:
-    """What each of some schedules makes of each segment of a tensor: (schedules, segments) arrays.
+class CountSurvey:
+    """What follows from exponent counts for some schedules, exactly.
 
-    ``segment_bytes`` are exact encoded sizes, headers, indices and padding counted; ``tail_bits`` and ``escapes`` are
-    what the headers will state.
+    ``total`` are the (256,) counts of all segments, ``order`` the (256,) exponents as codebooks take them.
+    ``tail_bits`` and ``escapes``, (schedules, segments), are what headers will state, ``elements`` are (segments,).
     """
 
     schedules: tuple[Schedule, ...]
-    segment_bytes: NDArray[np.int64]
+    total: NDArray[np.int64]
+    order: NDArray[np.int64]
     tail_bits: NDArray[np.int64]
     escapes: NDArray[np.int64]
+    elements: NDArray[np.int64]
 
-    @property
-    def cheapest(self) -> int:
-        """Index of the schedule with the fewest bytes for all segments, of equals the first."""
-        return int(self.segment_bytes.sum(axis=1).argmin())
+    def segment_bytes(self, fmt: ElementFormat) -> NDArray[np.int64]:
+        """(schedules, segments) encoded sizes, headers, indices and padding counted."""
+        fixed = np.empty_like(self.tail_bits)
+        if self.elements.size:
+            same = int(self.elements[0])
+            fixed[:] = _fixed_bytes(self.schedules, fmt, same)
+            for place in (self.elements != same).nonzero()[0].tolist():  # none but the last is another, as a rule
+                fixed[:, place] = _fixed_bytes(self.schedules, fmt, int(self.elements[place]))[:, 0]
+        return align(fixed + ((self.tail_bits + 31) >> 5 << 2), SEGMENT_ALIGN)
 
 
-def coding_costs(
+def survey_counts(
     schedules: tuple[Schedule, ...],
-    fmt: ElementFormat,
     counts: NDArray[np.integer[Any]],
-    *,
-    total: NDArray[np.int64],
-    order: NDArray[np.intp],
-) -> CodingCosts:
-    """Costs of segments with these (segments, 256) exponent counts, whose sum is ``total``.
+    ranking: NDArray[np.int64] | None = None,
+) -> CountSurvey:
+    """Survey segments with these (segments, 256) exponent counts; ``ranking`` replaces ``total`` to order codebooks.
 
-    Codebooks take exponents in the given ``order``. All follows from one product of the counts, in that order and
-    without exponents that do not occur, by what each rank costs; in float64, which is exact below 2**53.
+    All follows from one product of the counts, in order of rank, by what each rank costs; in float64, which is exact
+    below 2**53.
     """
-    ranks = np.flatnonzero(total[order])
-    occurring = int(ranks[-1]) + 1 if ranks.size else 0
-    by_rank = counts.take(order[:occurring], axis=1).astype(np.float64)
-    sums = (_costs_by_rank(schedules)[:, :occurring] @ by_rank.T).astype(np.int64)
-    number = len(schedules)
-    tail_bits, escapes, elements = sums[:number], sums[number:-1], sums[-1]
-    distinct = sorted(set(elements.tolist()))  # all segments but the last have the same number
-    fixed = np.array([[each.fixed_bytes(fmt, count) for count in distinct] for each in schedules], np.int64)
-    ends = fixed.take(np.searchsorted(distinct, elements), axis=1) if distinct else np.zeros_like(tail_bits)
-    return CodingCosts(schedules, align(ends + ((tail_bits + 31) >> 5 << 2), SEGMENT_ALIGN), tail_bits, escapes)
+    costs, number = _costs_by_rank(schedules), len(schedules)
+    compiled = _compiled()
+    if compiled is None:
+        total = counts.sum(axis=0, dtype=np.int64)
+        order = exponent_order(total if ranking is None else ranking)
+        used = order[: int(np.flatnonzero(total[order])[-1]) + 1] if total.any() else order[:0]
+        sums = (counts[:, used].astype(np.float64) @ costs[: used.size]).astype(np.int64).T
+    else:
+        total, order = np.zeros(256, np.int64), np.empty(256, np.int64)
+        sums = np.empty((costs.shape[1], len(counts)), np.int64)
+        compiled(counts, _NO_RANKING if ranking is None else ranking, costs, total, order, sums)
+    return CountSurvey(schedules, total, order, sums[:number], sums[number:-1], sums[-1])
+
+
+@cache
+def _compiled() -> Callable[..., None] | None:
+    """The compiled survey, where there is numba."""
+    try:
+        from splitzip_aio.codec.fast_plan import survey_counts
+    except ImportError:
+        return None
+    return survey_counts
 
 
 def choose_schedule(
@@ -252,11 +254,8 @@ def choose_schedule(
     ``histograms`` are (segments, 256) exponent counts. One codebook serves all segments: that of ``ranking``, (256,)
     counts, by default the sum of the histograms. Of equal sizes the simplest wins, in the order of ``CANDIDATES``.
     """
-    counts = np.asarray(histograms, np.int64).reshape(-1, 256)
-    total = total_counts(counts)
-    order = exponent_order(total if ranking is None else ranking)
-    costs = coding_costs(candidates(fmt), fmt, counts, total=total, order=order)
-    return costs.schedules[costs.cheapest]
+    survey = survey_counts(candidates(fmt), np.asarray(histograms, np.int64).reshape(-1, 256), ranking)
+    return survey.schedules[int(survey.segment_bytes(fmt).sum(axis=1).argmin())]
 
 
 @lru_cache
@@ -265,9 +264,15 @@ def candidates(fmt: ElementFormat) -> tuple[Schedule, ...]:
     return tuple(candidate for candidate in CANDIDATES if candidate.applies_to(fmt))
 
 
+@lru_cache(maxsize=1024)  # few calls have other arguments
+def _fixed_bytes(schedules: tuple[Schedule, ...], fmt: ElementFormat, elements: int) -> NDArray[np.int64]:
+    """(schedules, 1) ``Schedule.fixed_bytes`` of each."""
+    return np.array([[each.fixed_bytes(fmt, elements)] for each in schedules], np.int64)
+
+
 @lru_cache
 def _costs_by_rank(schedules: tuple[Schedule, ...]) -> NDArray[np.float64]:
-    """(n, 256) costs of the most frequent exponent, the next, and so on.
+    """(256, n) costs of the most frequent exponent, the next, and so on.
 
     Of each schedule the bits in the tail, then of each whether it is an escape, then 1, which counts elements.
     """
@@ -275,4 +280,4 @@ def _costs_by_rank(schedules: tuple[Schedule, ...]) -> NDArray[np.float64]:
     tails = [each.tail_costs(each.codebooks(falling, BF16)) for each in schedules]
     coded = [256 if each.method is Method.STORED else sum(each.codebook_sizes) for each in schedules]
     escaped = [np.arange(256) >= limit for limit in coded]
-    return np.stack([*tails, *escaped, np.ones(256)]).astype(np.float64)
+    return np.stack([*tails, *escaped, np.ones(256)], axis=1).astype(np.float64)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.layout import SEGMENT_ELEMENTS
-from splitzip_aio.codec.schedule import Schedule, candidates, coding_costs, exponent_order, total_counts
+from splitzip_aio.codec.schedule import Schedule, candidates, survey_counts
 from splitzip_aio.errors import InvalidArgumentError
 
 __all__ = ["SegmentPlan", "decoded_segment_bytes", "plan_segments", "segment_spans"]
@@ -36,13 +36,15 @@ def segment_spans(decoded_bytes: int, fmt: ElementFormat) -> Iterator[tuple[int,
 class SegmentPlan:
     """How a tensor is coded, known from its histograms before any of it is encoded.
 
-    ``codebooks`` has one entry per tier, shared by all segments. ``numbers`` is (3, segments) int64: the segments' exact
-    encoded sizes in bytes, then the tail bits and the escapes that their headers will state.
+    ``codebooks`` has one entry per tier, shared by all segments. ``numbers``, (3, segments) int64, are exact encoded
+    sizes in bytes, then the tail bits and the escapes that headers will state. ``counts`` are the exponents of all
+    segments, (256,).
     """
 
     schedule: Schedule
     codebooks: tuple[bytes, ...]
     numbers: NDArray[np.int64]
+    counts: NDArray[np.int64]
 
     @cached_property
     def segments(self) -> tuple[int, ...]:
@@ -66,7 +68,7 @@ class SegmentPlan:
 
     def part(self, start: int, stop: int) -> SegmentPlan:
         """The plan of segments ``start`` to ``stop`` alone."""
-        return SegmentPlan(self.schedule, self.codebooks, self.numbers[:, start:stop])
+        return SegmentPlan(self.schedule, self.codebooks, self.numbers[:, start:stop], self.counts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SegmentPlan):
@@ -83,13 +85,11 @@ def plan_segments(
     *,
     schedule: Schedule | None = None,
     ranking: NDArray[np.int64] | None = None,
-    total: NDArray[np.int64] | None = None,
 ) -> SegmentPlan:
     """Plan a tensor from (segments, 256) exponent counts, as ``cpu.histogram`` gives them.
 
     ``schedule`` defaults to the candidate with the fewest bytes (``choose_schedule``). ``ranking``, (256,) counts,
-    orders the codebooks; it defaults to the tensor's own, the sum of ``histograms``, which is ``total`` where the
-    caller knows it.
+    orders the codebooks; it defaults to the tensor's own, the sum of ``histograms``.
 
     Raises:
         InvalidArgumentError: ``schedule`` cannot code ``fmt``.
@@ -97,12 +97,9 @@ def plan_segments(
     if schedule is not None and not schedule.applies_to(fmt):
         raise InvalidArgumentError(f"schedule {schedule} cannot code {fmt.name} elements; they can be 'stored'")
     counts = np.asarray(histograms, None if len(histograms) else np.int64).reshape(-1, 256)
-    if total is None:
-        total = total_counts(counts)
-    order = exponent_order(total if ranking is None else ranking)
-    schedules = candidates(fmt) if schedule is None else (schedule,)
-    costs = coding_costs(schedules, fmt, counts, total=total, order=order)
-    place = costs.cheapest
-    chosen = schedules[place]
-    numbers = np.stack([each[place] for each in (costs.segment_bytes, costs.tail_bits, costs.escapes)])
-    return SegmentPlan(chosen, chosen.codebooks_of(order, fmt), numbers)
+    survey = survey_counts(candidates(fmt) if schedule is None else (schedule,), counts, ranking)
+    sizes = survey.segment_bytes(fmt)
+    place = int(sizes.sum(axis=1).argmin()) if schedule is None else 0
+    chosen = survey.schedules[place]
+    numbers = np.array((sizes[place], survey.tail_bits[place], survey.escapes[place]))
+    return SegmentPlan(chosen, chosen.codebooks_of(survey.order, fmt), numbers, survey.total)

@@ -133,6 +133,18 @@ def test_payloads_of_tensors_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(payload, expected)
 
 
+def test_batches_of_equal_shapes_underway_together() -> None:
+    """Tables of one shape are made once; each batch still has its own addresses, plan and contents."""
+    batches = [[torch.randn(1100).mul(scale).to(torch.bfloat16), torch.arange(40)] for scale in (1, 50, 1)]
+    batches[1][0][::3] = 0
+    encoder = GpuSplitZipEncoder("cpu")
+    for tensors, encoded in zip(batches, encoder.encode_on_device_each(batches, schedule=None), strict=True):
+        for tensor, (payload, meta) in zip(tensors, encoded.to_host(), strict=True):
+            expected, expected_meta = encode_torch(tensor)
+            assert meta == expected_meta
+            assert torch.equal(payload, expected)
+
+
 def test_one_tensor() -> None:
     tensor = torch.randn(1200).to(torch.bfloat16)
     payload, meta = GpuSplitZipEncoder("cpu").encode(tensor, schedule=(2, 3))

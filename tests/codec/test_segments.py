@@ -65,9 +65,16 @@ def test_a_forced_plan_comes_true(case: tuple[ElementFormat, list[Bytes]], draw:
     assert [*zip(plan.tail_bits, plan.escapes, strict=True)] == [(each.tail_bits, each.escapes) for each in headers]
 
 
-def test_a_known_total_changes_nothing() -> None:
+def test_plans_are_compared_by_all_they_say() -> None:
     histograms = [cpu.histogram(weights(BF16, count, np.random.default_rng(4)), BF16) for count in (5000, 70)]
-    assert plan_segments(BF16, histograms, total=sum(histograms)) == plan_segments(BF16, histograms)
+    plan = plan_segments(BF16, histograms)
+    assert plan == plan_segments(BF16, np.array(histograms, np.int32))
+    assert plan != plan_segments(BF16, histograms[:1])
+    assert plan != plan_segments(BF16, histograms, schedule=TOP16)
+    assert plan.part(1, 2).segments == plan.segments[1:]
+    assert plan.nbytes == sum(plan.segments)
+    assert np.array_equal(plan.counts, sum(histograms))
+    assert plan != plan.segments
 
 
 def test_a_poor_ranking_changes_the_choice() -> None:
