@@ -23,6 +23,7 @@ from splitzip_aio.errors import (
     SplitZipError,
     WrongEventLoopError,
 )
+from splitzip_aio.waiting import call_when_readable
 
 __all__ = ["CompletionDriver"]
 
@@ -285,13 +286,17 @@ class CompletionDriver(ReadDriver):
         try:
             while not waiter.done:
                 if self._engine.flush():
-                    await wait_readable(self._engine)
+                    await call_when_readable(self._engine, self._settle, lambda: self._goes_on(waiter))
                 else:
                     with move_on_after(SUBMIT_AGAIN_S):
                         await wait_readable(self._engine)
-                self._settle()
+                    self._settle()
         finally:
             self._led = False
+
+    def _goes_on(self, waiter: Operation | Until) -> bool:
+        """Whether the leader has to wait for the engine's descriptor, and for nothing else."""
+        return not waiter.done and self._engine.flush()
 
     def _hand_over(self) -> None:
         """Wake one that waits if none leads, and those who have waited long enough."""
