@@ -37,6 +37,8 @@ async def wait_whatever_comes(event: anyio.Event) -> None:
 async def call_when_readable(source: HasFileno, call: Callable[[], None], wanted: Callable[[], bool]) -> None:
     """Call ``call`` each time that ``source`` is readable, until ``wanted`` is false after one; raises what it raises.
 
+    ``call`` may run outside of any task, and should do no more than collect what is there.
+
     The same as ``anyio.wait_readable`` in a loop. asyncio can watch a descriptor for as long as it takes, where that
     registers it anew and runs a task for each time, at ten times the cost.
     """

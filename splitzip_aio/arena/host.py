@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 
+import anyio
 import torch
 
 from splitzip_aio.abc import Fence, PlannedRead, PlannedSegment, StageTrace
@@ -13,7 +14,6 @@ from splitzip_aio.arena.decode_pool import DecodePool, HostUpload
 from splitzip_aio.errors import SplitZipError
 from splitzip_aio.memory import map_anonymous
 from splitzip_aio.timeline import Stage
-from splitzip_aio.waiting import call_when_readable
 
 __all__ = ["HostArena"]
 
@@ -63,8 +63,10 @@ class HostArena(BufferArena):
 
     async def reap(self) -> None:
         """Return once nothing that was submitted is under way."""
-        if self._pool.under_way:
-            await call_when_readable(self._pool, self._settle, lambda: self._pool.under_way > 0)
+        while self._pool.under_way:
+            await anyio.wait_readable(self._pool)
+            for upload in self._pool.collect():
+                _settle(upload)
 
     def fence(self) -> Fence | None:
         """None: work on the host is done when it returns."""
@@ -75,15 +77,15 @@ class HostArena(BufferArena):
         self._pool.close()
         self._buffer = None
 
-    def _settle(self) -> None:
-        """Make the calls that are due."""
-        for upload in self._pool.collect():
-            upload.drained()
-            if upload.failure is not None:
-                raise upload.failure
-            if upload.error is None and upload.trace is not None:
-                upload.trace(Stage.DECODE, upload.begin_s, upload.end_s)
-            upload.done(upload.error)
+
+def _settle(upload: HostUpload) -> None:
+    """Make the calls that are due."""
+    upload.drained()
+    if upload.failure is not None:
+        raise upload.failure
+    if upload.error is None and upload.trace is not None:
+        upload.trace(Stage.DECODE, upload.begin_s, upload.end_s)
+    upload.done(upload.error)
 
 
 def _batches(segments: Sequence[PlannedSegment]) -> Iterator[range]:

@@ -16,13 +16,7 @@ from splitzip_aio.abc import DriverStatistics, FileHandle, IOMode, ReadDriver
 from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.files import OpenFile, open_file
 from splitzip_aio.drivers.operation import Extent, Operation, Outcome, Slots, Until, check_range, split
-from splitzip_aio.errors import (
-    ClosedError,
-    InvalidArgumentError,
-    ReadError,
-    SplitZipError,
-    WrongEventLoopError,
-)
+from splitzip_aio.errors import ClosedError, InvalidArgumentError, ReadError, SplitZipError, WrongEventLoopError
 from splitzip_aio.waiting import call_when_readable
 
 __all__ = ["CompletionDriver"]
@@ -78,6 +72,7 @@ class CompletionDriver(ReadDriver):
         self._urgent: deque[Extent] = deque()
         self._queue: deque[Extent] = deque()
         self._operations: dict[Operation, None] = {}
+        self._finished: deque[Operation] = deque()
         self._led = False
         self._closed = False
         self._submitted = 0
@@ -284,6 +279,7 @@ class CompletionDriver(ReadDriver):
     async def _lead(self, waiter: Operation | Until) -> None:
         self._led = True
         try:
+            self._tell_finished()  # whoever led before may have been cancelled
             while not waiter.done:
                 if self._engine.flush():
                     await call_when_readable(self._engine, self._settle, lambda: self._goes_on(waiter))
@@ -291,12 +287,18 @@ class CompletionDriver(ReadDriver):
                     with move_on_after(SUBMIT_AGAIN_S):
                         await wait_readable(self._engine)
                     self._settle()
+                self._tell_finished()
         finally:
             self._led = False
 
     def _goes_on(self, waiter: Operation | Until) -> bool:
-        """Whether the leader has to wait for the engine's descriptor, and for nothing else."""
-        return not waiter.done and self._engine.flush()
+        """Whether the leader has to wait for the engine's descriptor, and has nothing else to do."""
+        return not waiter.done and not self._finished and self._engine.flush()
+
+    def _tell_finished(self) -> None:
+        """Make the calls for operations that no task waits for: here, in a task, whatever they do."""
+        while self._finished:
+            self._finished.popleft().wake()
 
     def _hand_over(self) -> None:
         """Wake one that waits if none leads, and those who have waited long enough."""
@@ -316,7 +318,9 @@ class CompletionDriver(ReadDriver):
             if extent.settle(result, self._outcome) and not operation.withdrawn:
                 operation.queued += 1
                 (self._urgent if operation.urgent else self._queue).appendleft(extent)
-            if operation.done:
+            if operation.done and operation.call is not None:
+                self._finished.append(operation)
+            elif operation.done:
                 operation.wake()
         self._pump()
 
