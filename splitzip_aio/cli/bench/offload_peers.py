@@ -85,13 +85,15 @@ def _ours(setting: Setting, tier: Tier) -> Iterator[nn.Module]:
 def _group_offload(setting: Setting, tier: Tier) -> Iterator[nn.Module]:
     apply: Any = importlib.import_module("diffusers.hooks").apply_group_offloading
     model = setting.subject.load(setting.checkpoint)
+    # It finds blocks only in lists of the model itself, and otherwise takes all of it for one block.
+    blocks = any(isinstance(child, (nn.ModuleList, nn.Sequential)) for child in model.children())
     with tempfile.TemporaryDirectory(dir=setting.cache.parent, prefix="group-") as directory:
         apply(
             model,
             onload_device=setting.device,
             offload_device=torch.device("cpu"),
-            offload_type="block_level",
-            num_blocks_per_group=1,
+            offload_type="block_level" if blocks else "leaf_level",
+            num_blocks_per_group=1 if blocks else None,
             use_stream=True,
             record_stream=True,
             offload_to_disk_path=None if tier is Tier.HOST else directory,
