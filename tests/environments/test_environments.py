@@ -5,7 +5,7 @@ uring with registered buffers ▶ uring ▶ threads, and direct ▶ buffered. Wh
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from splitzip_aio.cache.layers import layer_name
 from splitzip_aio.drivers.files import direct_support
 from tests.cache.samples import write_checkpoint
 from tests.environments import seccomp
+from tests.environments.child import unshare_mounts
 from tests.faults.seeded import make_sample
 from tests.faults.test_seeded import skip_without_uring
 from tests.transport.samples import Sample, ten_layers
@@ -65,20 +67,31 @@ def digest_of(sample: Sample) -> str:
     return digest.hexdigest()
 
 
-def child(cache: Path, **spec: Any) -> dict[str, Any]:
-    """What a process says that was restricted in this way."""
-    before = spec.pop("before", None)
-    spec.setdefault("options", {}).setdefault("ring_bytes", RING_BYTES)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.environments.child", json.dumps({"cache": str(cache)} | spec)],
+@cache
+def server() -> subprocess.Popen[str]:
+    """What forks the processes that are tested; it ends with this one."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.environments.child"],
         cwd=ROOT,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
-        preexec_fn=before,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    atexit.register(lambda: (process.stdin.close(), process.wait(), process.stdout.close()))  # type: ignore[union-attr]
+    return process
+
+
+def child(root: Path, **spec: Any) -> dict[str, Any]:
+    """What a process says that was restricted in this way."""
+    spec.setdefault("options", {}).setdefault("ring_bytes", RING_BYTES)
+    process = server()
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(json.dumps({"cache": str(root)} | spec) + "\n")
+    process.stdin.flush()
+    status, out, err = json.loads(process.stdout.readline())
+    assert status == 0, err[-3000:]
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
 
@@ -139,14 +152,10 @@ def test_sysctl(sample: Sample, place: Path) -> None:
     skip_without_uring()
     setting = place / "io_uring_disabled"
     setting.write_text("2\n")
-
-    def mount() -> None:
-        unshare_mounts()
-        bind(setting, Path("/proc/sys/kernel/io_uring_disabled"))
-
+    binds = [(str(setting), "/proc/sys/kernel/io_uring_disabled")]
     if not can_mount():
         pytest.skip("only root mounts file systems")
-    found = child(sample.root, refusals=[(seccomp.IO_URING_SETUP, errno.EPERM)], doctor=str(place), before=mount)
+    found = child(sample.root, refusals=[(seccomp.IO_URING_SETUP, errno.EPERM)], doctor=str(place), binds=binds)
     check_stream(sample, found, "threads", "the sysctl kernel.io_uring_disabled is 2; set it to 0")
     assert "kernel.io_uring_disabled is 2; set it to 0" in found["doctor"]["io_uring"]["detail"]
 
@@ -267,20 +276,3 @@ def can_mount() -> bool:
             os._exit(1)
         os._exit(0)
     return os.waitpid(child_id, 0)[1] == 0
-
-
-def unshare_mounts() -> None:
-    """Mounts from now on are this process's own."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
-    if libc.unshare(new_mounts) or libc.mount(b"none", b"/", None, ctypes.c_ulong(private | recursive), None):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-
-
-def bind(source: Path, target: Path) -> None:
-    """Show one file in place of another."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(bytes(source), bytes(target), None, ctypes.c_ulong(1 << 12), None):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))

@@ -107,7 +107,8 @@ async def test_failures_cost_no_memory_and_a_retry_succeeds(sample: Sample, driv
         await settled(transport)
         statistics = transport.statistics()
         assert_idle(statistics)
-        assert failures == statistics.residency.failed >= 90  # a flipped bit may be one of no tensor's
+        # A flipped bit may be one of no tensor's; and a layer that is read ahead may fail before it is asked for.
+        assert 90 <= failures <= statistics.residency.failed
         schedule.rate = 0.0
         for layer in layers:
             await sample.check_prefetch(transport, layer)

@@ -15,7 +15,7 @@ from splitzip_aio.errors import DriverUnavailableError
 from tests.faults.seeded import Tally, run
 from tests.transport.samples import Sample
 
-RUNS = 120
+RUNS = 60
 
 
 @pytest.mark.parametrize("driver", ["uring", "threads"])

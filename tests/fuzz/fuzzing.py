@@ -63,6 +63,11 @@ class Fuzzer:
         self.judged: Counter[str] = Counter()
         self.found: list[bytes] = []
 
+    def warm_up(self) -> None:
+        """Have everything compiled that the valid inputs need: the compiler opens files, and takes memory."""
+        for data in self.target.seeds():
+            self.target.check(data)
+
     def replay(self) -> None:
         """Check the valid inputs, which must be accepted, and the corpus."""
         for data in self.target.seeds():
@@ -140,6 +145,8 @@ def main() -> None:
             scratch.mkdir()
             made.append(Fuzzer(TARGETS[name](scratch), watch, options.seed))
         cpu.implementation()
+        for fuzzer in made:
+            fuzzer.warm_up()
         limit_memory()
         for fuzzer in made:
             fuzz(fuzzer, options.seconds, keep=options.keep)

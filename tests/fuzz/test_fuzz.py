@@ -14,7 +14,7 @@ from tests.fuzz.fuzzing import CORPUS
 from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 3
+SECONDS = 1.5
 
 
 def test_no_input_is_worse_than_an_error(tmp_path: Path) -> None:

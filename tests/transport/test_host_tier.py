@@ -208,7 +208,7 @@ async def test_impossible_options(sample: Sample, host: HostCache) -> None:
 
 @pytest.mark.slow
 async def test_opening_and_closing_leaves_nothing(sample: Sample, device: str) -> None:
-    """200 cycles: descriptors, threads and memory as after the first ten."""
+    """80 cycles: descriptors, threads and memory as after the first ten."""
 
     async def cycle() -> None:
         async with open_transport(sample.root, device=device, host_cache_bytes="8MiB", **OPTIONS) as transport:
@@ -218,13 +218,13 @@ async def test_opening_and_closing_leaves_nothing(sample: Sample, device: str) -
     for _ in range(10):
         await cycle()
     before = resources()
-    for _ in range(200):
+    for _ in range(80):
         await cycle()
     after = resources()
     assert after.descriptors == before.descriptors
     assert after.threads <= before.threads + 2  # workers come and go
     assert after.locked_bytes == before.locked_bytes
-    assert after.resident_bytes <= before.resident_bytes + (8 << 20)
+    assert after.resident_bytes <= before.resident_bytes + (6 << 20)
 
 
 class Resources(NamedTuple):
