@@ -33,7 +33,7 @@ from tests.faults.cancelling import cancel_many
 from tests.faults.flipping import Flips, flip_many
 from tests.faults.late import Expected
 from tests.faults.seeded import BACKENDS, Tally, make_sample, run
-from tests.faults.soaking import Drift, Footprint, Mix, soak
+from tests.faults.soaking import Drift, Footprints, Mix, soak
 from tests.transport.samples import Sample
 
 REPORT_EVERY_S = 30.0
@@ -65,7 +65,7 @@ def mixed(options: argparse.Namespace, sample: Sample) -> bool:
         Expected(sample, options.device) if options.late or options.device != "cpu" else None,
     )
 
-    def report(tally: Tally, footprints: list[Footprint]) -> None:
+    def report(tally: Tally, footprints: Footprints) -> None:
         if reporter(f"{tally.runs} rounds, {sum(tally.faults.values())} faults,", footprints[-1]):
             keep(options, found(options, tally, footprints))
 
@@ -76,7 +76,7 @@ def mixed(options: argparse.Namespace, sample: Sample) -> bool:
     return drift.small
 
 
-def found(options: argparse.Namespace, tally: Tally, footprints: list[Footprint]) -> dict[str, Any]:
+def found(options: argparse.Namespace, tally: Tally, footprints: Footprints) -> dict[str, Any]:
     """What came of a soak so far, with two hundred footprints of it at most."""
     some = footprints[:: len(footprints) // 200 + 1]
     return {

@@ -10,10 +10,11 @@ import statistics
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import anyio
 import torch
@@ -30,6 +31,7 @@ DRIVERS = ("uring", "threads", "auto")
 REBUILD_EVERY = 25
 LARGEST_DRIFT_PERCENT = 1.0
 SIZES = ("rss_bytes", "malloc_bytes", "python_blocks")
+TRIM_THRESHOLD, KEPT_BYTES = -1, 128 << 10
 
 
 class _MallocInfo(ctypes.Structure):
@@ -63,9 +65,7 @@ class Footprint:
     """What this process holds.
 
     ``malloc_bytes`` and ``python_blocks`` are what is in use of the two heaps, so they tell of the smallest leak.
-    ``rss_bytes`` is what is resident, with free memory that malloc keeps for later. It keeps some for each of up to
-    eight arenas a core, which threads come upon by chance, so this rises in ever rarer steps to that of the worst
-    moment. Whole pages of it are given back before it is measured; pages with a little in use stay.
+    ``rss_bytes`` is what is resident, with free memory that malloc keeps for later: see ``have_malloc_give_back``.
     """
 
     rss_bytes: int
@@ -94,6 +94,18 @@ class Footprint:
         )
 
 
+def have_malloc_give_back() -> None:
+    """Have glibc give free memory at the end of each arena back, so that what is resident is what is in use.
+
+    There are up to eight arenas a core, which threads come upon by chance. Unless told otherwise each keeps up to twice
+    as much as the largest block that was freed, and ``malloc_trim`` leaves that alone; then what is resident rises for
+    an hour, to the sum of the worst moments of all arenas, while what is in use does not.
+    """
+    libc: Any = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+
+
 def _trimmed_malloc() -> int:
     """Bytes that malloc has given out, after it gave free pages back; 0 where the C library cannot tell."""
     libc: Any = ctypes.CDLL(None)
@@ -103,6 +115,33 @@ def _trimmed_malloc() -> int:
     libc.mallinfo2.restype = _MallocInfo
     found = libc.mallinfo2()
     return int(found.uordblks + found.hblkhd)
+
+
+class Footprints(Sequence[Footprint]):
+    """Footprints one after another, kept without a Python object for each: they are in what is measured."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+        self._width = len(fields(Footprint))
+
+    def append(self, footprint: Footprint) -> None:
+        """Add one."""
+        self._numbers.extend(astuple(footprint))
+
+    def __len__(self) -> int:
+        return len(self._numbers) // self._width
+
+    @overload
+    def __getitem__(self, index: int) -> Footprint: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Footprint]: ...
+
+    def __getitem__(self, index: int | slice) -> Footprint | list[Footprint]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        start = range(len(self))[index] * self._width
+        return Footprint(*self._numbers[start : start + self._width])
 
 
 @dataclass(frozen=True)
@@ -116,14 +155,14 @@ class Drift:
     late: Footprint
 
     @classmethod
-    def of(cls, footprints: list[Footprint]) -> Drift:
+    def of(cls, footprints: Sequence[Footprint]) -> Drift:
         """From footprints at equal distances."""
         share = max(1, len(footprints) // 10)
         return cls(_typical(footprints[share : 2 * share] or footprints[-1:]), _typical(footprints[-share:]))
 
     def percent(self, name: str) -> float:
         """How much more of it there is at the end."""
-        early, late = getattr(self.early, name), getattr(self.late, name)
+        early, late = int(getattr(self.early, name)), int(getattr(self.late, name))
         return 100.0 * (late - early) / early if early else 100.0 * late
 
     @property
@@ -151,7 +190,7 @@ class Drift:
         }
 
 
-def _typical(footprints: list[Footprint]) -> Footprint:
+def _typical(footprints: Sequence[Footprint]) -> Footprint:
     columns = zip(*map(astuple, footprints), strict=True)
     return Footprint(
         *(
@@ -161,11 +200,10 @@ def _typical(footprints: list[Footprint]) -> Footprint:
     )
 
 
-def soak(
-    mix: Mix, seconds: float, seed: int, report: Callable[[Tally, list[Footprint]], None]
-) -> tuple[Tally, list[Footprint]]:
+def soak(mix: Mix, seconds: float, seed: int, report: Callable[[Tally, Footprints], None]) -> tuple[Tally, Footprints]:
     """Round after round of what ``mixed_round`` does, for so long; ``report`` hears of each."""
-    tally, footprints = Tally(), []
+    have_malloc_give_back()
+    tally, footprints = Tally(), Footprints()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline or not footprints:
         mixed_round(mix, seed + tally.runs, tally)
