@@ -46,6 +46,7 @@ class Prefetcher:
         output: where filled slots go; it has room for every slot, so the ring alone holds reading back.
         tier: where reads are found, and kept for later rounds; None if there is no such place.
         clock: told of each wait; by default nobody is.
+        meanwhile: called whenever something of a read arrived; see ``ReadDriver.reap``.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class Prefetcher:
         *,
         tier: HostTier | None = None,
         clock: StageClock | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._driver = driver
+        self._meanwhile = meanwhile
         self._ring = ring
         self._files = files
         self._output = output
@@ -96,7 +99,7 @@ class Prefetcher:
     async def _reap(self) -> None:
         """Have the driver call back for every read; nobody else waits for one."""
         while True:
-            await self._driver.reap()
+            await self._driver.reap(meanwhile=self._meanwhile)
             if self._over:
                 return
             self._begun = anyio.Event()

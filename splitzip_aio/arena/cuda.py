@@ -7,9 +7,9 @@ A slot is copied to a landing buffer on the *copy stream*, and decoded from ther
     upload stream    wait(copied) ▶ decode, one launch ▶ copy checksums back ▶ record(ready)
 
 So the next slot is copied while this one is decoded. Both events are asked for whenever a slot is submitted, and every
-millisecond or so; then the checksums are compared, and only then is anything handed out. A thread that waited for them
-would have to get the interpreter's lock back before it could tell anyone; asking costs half a microsecond, and the
-events of a stream come in order.
+millisecond or so, the first one also whenever something was read. Then the checksums are compared, and only then is
+anything handed out. A thread that waited for events would have to get the interpreter's lock back before it could tell
+anyone; asking costs half a microsecond, and the events of a stream come in order.
 
 What a read's headers say is checked when it comes by for the first time, and the decode table made of it is kept. Later
 on the device goes by that table: whatever the slot then holds, nothing is read or written out of range, and wrong bytes
@@ -148,6 +148,11 @@ class CudaArena(BufferArena):
                 self._decoding.append(upload)
         self._settle()
 
+    def recycle(self) -> None:
+        """Make the ``drained`` calls that are due. Events of the copy stream fire in order."""
+        while self._copying and self._copying[0].copied.query():
+            self._copying.popleft().drained()
+
     async def reap(self) -> None:
         """Return once nothing that was submitted is under way."""
         while self._decoding:
@@ -236,9 +241,8 @@ class CudaArena(BufferArena):
         return error
 
     def _settle(self) -> None:
-        """Make the calls that are due. The events of each stream fire in order, and a slot's copy before its decode."""
-        while self._copying and self._copying[0].copied.query():
-            self._copying.popleft().drained()
+        """Make the calls that are due. Events of a stream fire in order, and a slot's copy before its decode."""
+        self.recycle()
         while self._decoding and self._decoding[0].ready.query():
             upload = self._decoding.popleft()
             if self._copying and self._copying[0] is upload:  # was copied since it was asked

@@ -79,6 +79,7 @@ class CompletionDriver(ReadDriver):
         self._copies = max(1, len(os.sched_getaffinity(0)) * 3 // 4)
         self._copying = 0
         self._patient: list[Until] = []
+        self._meanwhile: Callable[[], None] | None = None
         self._token: object = None
         self._process = os.getpid()
         self._outcome = Outcome()
@@ -161,8 +162,9 @@ class CompletionDriver(ReadDriver):
             operation.withdraw(exc)
         operation.wake()  # it may be done: there was nothing to read
 
-    async def reap(self) -> None:
-        """Return once no read that was given to ``submit`` is under way."""
+    async def reap(self, *, meanwhile: Callable[[], None] | None = None) -> None:
+        """Return once no read that was given to ``submit`` is under way; see ``ReadDriver.reap``."""
+        self._meanwhile = meanwhile
         await self._wait_until(lambda: not self._submitted)
 
     def statistics(self) -> DriverStatistics:
@@ -323,6 +325,8 @@ class CompletionDriver(ReadDriver):
             elif operation.done:
                 operation.wake()
         self._pump()
+        if self._meanwhile is not None:
+            self._meanwhile()
 
     def _pump(self) -> None:
         """Begin as many queued extents as there is room for: urgent ones first, then the oldest."""

@@ -62,7 +62,15 @@ class Transport:
         self._process = os.getpid()
         self._clock = StageClock(parts.timeline)
         send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
-        self._prefetcher = Prefetcher(parts.driver, parts.ring, parts.files, send, tier=parts.tier, clock=self._clock)
+        self._prefetcher = Prefetcher(
+            parts.driver,
+            parts.ring,
+            parts.files,
+            send,
+            tier=parts.tier,
+            clock=self._clock,
+            meanwhile=parts.arena.recycle,
+        )
         self._dispatcher = Dispatcher(parts.arena, parts.ring, receive, clock=self._clock)
         self._residency = Residency(
             parts.arena,

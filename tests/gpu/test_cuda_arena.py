@@ -122,6 +122,23 @@ async def test_the_drained_slot_may_be_overwritten_at_once(filled: Filled) -> No
             group.start_soon(upload, slot)
 
 
+async def test_a_slot_is_given_back_before_the_verdict_is_in(filled: Filled) -> None:
+    calls: list[str] = []
+    filled.arena.submit(
+        filled.ring.slots[3].memory,
+        filled.reads[3],
+        filled.base(3),
+        drained=lambda: calls.append("drained"),
+        done=lambda result: calls.append("done"),
+    )
+    torch.cuda.synchronize()
+    filled.arena.recycle()
+    assert calls in (["drained"], ["drained", "done"])  # the latter if it was over before submit returned
+    await filled.arena.reap()
+    assert calls == ["drained", "done"]
+    filled.check(3)
+
+
 @pytest.mark.parametrize("place", [0, 3])
 @pytest.mark.parametrize(("offset", "what"), [(2000, "checksum"), (20, "header")])
 async def test_wrong_bytes_are_named_and_the_next_upload_is_right(
