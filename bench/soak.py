@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import anyio
 
+from splitzip_aio.drivers.rings import open_ring
+from splitzip_aio.errors import DriverUnavailableError
 from tests.faults.cancelling import cancel_many
 from tests.faults.flipping import Flips, flip_many
 from tests.faults.late import Expected
@@ -60,7 +62,7 @@ def mixed(options: argparse.Namespace, sample: Sample) -> bool:
     mix = Mix(
         sample,
         sample.root.parent / "model.safetensors",
-        options.drivers,
+        available(options.drivers),
         options.backends,
         Expected(sample, options.device) if options.late or options.device != "cpu" else None,
     )
@@ -74,6 +76,17 @@ def mixed(options: argparse.Namespace, sample: Sample) -> bool:
     drift = Drift.of(footprints)
     print("\n".join(tally.lines() + drift.lines()))
     return drift.small
+
+
+def available(drivers: list[str]) -> list[str]:
+    """Those of the drivers that can run here; says so if one cannot."""
+    try:
+        ring, _ = open_ring(1)
+    except (DriverUnavailableError, OSError) as error:
+        print(f"without uring: {error}", flush=True)
+        return [driver for driver in drivers if driver != "uring"] or ["threads"]
+    ring.close()
+    return drivers
 
 
 def found(options: argparse.Namespace, tally: Tally, footprints: Footprints) -> dict[str, Any]:
