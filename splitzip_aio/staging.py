@@ -50,6 +50,8 @@ class SlotState(enum.Enum):
     READY = "ready"
     COPYING = "copying"
 
+    __hash__ = object.__hash__  # members are what they are; Enum's own is written in Python, and slots move often
+
 
 _NEXT: Mapping[SlotState, frozenset[SlotState]] = MappingProxyType(
     {
