@@ -1,6 +1,6 @@
 """The vmm_fast route of diffusers-dynamic-offloader on a FLUX transformer: its native transport, and ours in its place.
 
-    python bench/vmm_fast.py --dir /fast/disk [--json PATH] [--small] [--only budgets,speed,order,leak]
+    python bench/vmm_fast.py --dir /fast/disk [--json PATH] [--small] [--only floor,speed,order,budgets,leak]
 
 Needs a CUDA GPU, diffusers, diffusers-dynamic-offloader and ddo-vmm-allocator (``pip install '.[ddo]'``). Cold means
 that the page cache was dropped, which needs root. Every pass's output is compared, bit for bit, with that of the same
@@ -193,6 +193,40 @@ def budgets(bench: Bench) -> None:
             bench.passes(f"{budget} GiB, native again", loaded, 2)
 
 
+class Nothing:
+    """Stands in for a transport, and uploads nothing: what remains of a pass is the consumer's own."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def upload_batch(self, bindings: Any, native: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def floor(bench: Bench) -> None:
+    """What a pass at 1 GiB takes if weights need no time at all; its output is wrong, and not looked at."""
+    with bench.loaded(1.0) as loaded:
+        bench.passes("native, warming up", loaded, 2)
+        store = loaded.hook._vmm_fast_store
+        inner, store._native_shard_transport = store._native_shard_transport, Nothing(store._native_shard_transport)
+        times = []
+        for _ in range(bench.options.passes):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(loaded.module, bench.flux.inputs, "usual")
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - start) * 1e3)
+        store._native_shard_transport = inner
+        forget(loaded)
+    bench.report.numbers["floor_ms"] = times
+    print(f"nothing uploaded: {statistics.median(times):.0f} ms ({min(times):.0f} to {max(times):.0f})", flush=True)
+
+
 def speed(bench: Bench) -> None:
     """Native and ours at 1 GiB, cold and warm, and with the host tier."""
     count = bench.options.passes
@@ -298,7 +332,13 @@ def resources() -> dict[str, float]:
     }
 
 
-SECTIONS: dict[str, Callable[[Bench], None]] = {"speed": speed, "order": order, "budgets": budgets, "leak": leak}
+SECTIONS: dict[str, Callable[[Bench], None]] = {
+    "floor": floor,
+    "speed": speed,
+    "order": order,
+    "budgets": budgets,
+    "leak": leak,
+}
 
 
 def main() -> int:
