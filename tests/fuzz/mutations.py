@@ -18,6 +18,7 @@ from splitzip_aio.codec.payload import parse_header
 from splitzip_aio.errors import CorruptDataError
 from tests.codec.hostile import parts, seal
 
+MOST_REPEATED_NODES = 1000
 NUMBERS = (-(1 << 63), -4096, -1, 0, 1, 7, 8, 31, 32, 159, 160, 4095, 4096, 1 << 22, (1 << 22) + 1, 1 << 24)
 NUMBERS += ((1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 53, 1 << 62, (1 << 63) - 1, 1 << 64, 10**400)
 TEXTS = ("", ".", "..", "../x", "/etc/passwd", "packs/../../x.szp", "packs/a.szp", "a\0b", "a\nb", "é" * 300, "\ud800")
@@ -92,8 +93,15 @@ def _changed(value: Any, chance: random.Random) -> Any:
     if isinstance(value, list) and value:
         changed = list(value)
         chance.shuffle(changed)
-        return chance.choice((changed, changed[1:], [*value, *value], value * 300))
+        many = 300 if _nodes(value) < MOST_REPEATED_NODES else 2  # repeats of repeats would fill all memory
+        return chance.choice((changed, changed[1:], [*value, *value], value * many))
     return copy.deepcopy(chance.choice(JUNK))
+
+
+def _nodes(content: Any) -> int:
+    """How many values there are in it."""
+    parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return 1 + sum(map(_nodes, parts))
 
 
 def mutate_bytes(data: bytes, chance: random.Random) -> bytes:
