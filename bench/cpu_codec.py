@@ -61,7 +61,7 @@ class Ours:
         """Memory for each segment, allocated when first asked for."""
         if schedule not in self.rooms:
             sizes = [cpu.encoding_room(stop - start, BF16, schedule) for start, stop in self.spans]
-            self.rooms[schedule] = [np.empty(size, np.uint8) for size in sizes]
+            self.rooms[schedule] = [cpu.coding_memory(size) for size in sizes]
         return self.rooms[schedule]
 
     def decode(self, segments: list[Bytes]) -> Bytes:
@@ -133,7 +133,9 @@ def main() -> None:
     parser.add_argument("--schedule", type=Schedule.parse, help="instead of the one with the fewest bytes")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data = trained_weights(options.megabytes << 9, 1024, seed=0).view(torch.uint8).numpy().reshape(-1)
+    weights = trained_weights(options.megabytes << 9, 1024, seed=0).view(torch.uint8).numpy().reshape(-1)
+    data = cpu.coding_memory(weights.size)  # where builds read to
+    data[:] = weights
     print(f"{cpu.implementation()}; {data.size >> 20} MiB of BF16; GB/s of raw bytes, medians of {options.repeats};")
     print("faster: median of neighbours, and from the 10th to the 90th percentile")
     print_table("glibc as it is", data, options)

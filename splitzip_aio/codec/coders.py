@@ -63,7 +63,7 @@ class CpuSegmentCoder:
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """(nbytes,) uint8 to read elements into."""
-        return np.empty(nbytes, np.uint8)
+        return cpu.coding_memory(nbytes)
 
     def count(self, data: NDArray[np.uint8], fmt: ElementFormat, segment_bytes: int) -> list[NDArray[np.int64]]:
         """Each segment's (256,) exponent counts."""
@@ -84,9 +84,9 @@ class CpuSegmentCoder:
     def _make_rooms(self, sizes: Sequence[int]) -> None:
         for place, size in enumerate(sizes):
             if place == len(self._rooms):
-                self._rooms.append(np.empty(size, np.uint8))
+                self._rooms.append(cpu.coding_memory(size))
             elif self._rooms[place].size < size:
-                self._rooms[place] = np.empty(size, np.uint8)
+                self._rooms[place] = cpu.coding_memory(size)
 
 
 class GpuSegmentCoder:

@@ -23,10 +23,20 @@ from splitzip_aio.codec.payload import SegmentHeader, parse_header
 from splitzip_aio.codec.schedule import Schedule
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError
 
-__all__ = ["decode_segment", "encode_segment", "encoding_room", "histogram", "implementation", "verify_segment"]
+__all__ = [
+    "coding_memory",
+    "decode_segment",
+    "encode_segment",
+    "encoding_room",
+    "histogram",
+    "implementation",
+    "verify_segment",
+]
 
 Bytes = NDArray[np.uint8]
 _log = logging.getLogger(__name__)
+_LARGE, _HUGE_PAGE = 1 << 20, 2 << 20
+_ASKED_FOR = 4 << 20  # from this size on, numpy asks the system for huge pages
 
 
 class _Codec(Protocol):
@@ -99,6 +109,19 @@ def histogram(data: Bytes, fmt: ElementFormat) -> NDArray[np.int64]:
 def encoding_room(data_bytes: int, fmt: ElementFormat, schedule: Schedule) -> int:
     """Bytes of memory that encoding any ``data_bytes`` bytes of elements takes; only what is used is touched."""
     return _codec().encoding_room(data_bytes, fmt, schedule)
+
+
+def coding_memory(nbytes: int) -> Bytes:
+    """(nbytes,) uint8 to encode from and into, for use again and again.
+
+    From 1 MiB on it starts on a page of 2 MiB, where the system has such pages: encoding then waits less for addresses
+    to be translated.
+    """
+    if nbytes < _LARGE:
+        return np.empty(nbytes, np.uint8)
+    whole = np.empty(max(nbytes + _HUGE_PAGE, _ASKED_FOR), np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE
+    return whole[start : start + nbytes]
 
 
 def encode_segment(

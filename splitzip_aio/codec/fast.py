@@ -23,7 +23,7 @@ from splitzip_aio.codec.fast_count import PAIRS, count_exponents
 from splitzip_aio.codec.fast_decode import DecodePlan, decode_tiers, decode_top16
 from splitzip_aio.codec.fast_encode import SLACK, EncodePlan, encode_tiers, encode_top16
 from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
-from splitzip_aio.codec.layout import HEADER_BYTES, TILE_ELEMENTS, Layout
+from splitzip_aio.codec.layout import HEADER_BYTES, Layout
 from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import MAX_DEPTH, Method, Schedule
 from splitzip_aio.errors import CorruptDataError
@@ -63,18 +63,17 @@ class FastCodec:
     ) -> Bytes:
         """What ``reference.encode_segment`` returns, byte for byte: the start of ``out``, (encoding_room,)."""
         source, elements, segment = _read_only(data), data.size // fmt.element_bytes, out
-        places = _longest(fmt, schedule, elements)
         if schedule.method is Method.STORED:
-            segment[places.low : places.low + data.size] = data
+            segment[HEADER_BYTES : HEADER_BYTES + data.size] = data
+            places = _longest(fmt, schedule, elements)
+            segment[HEADER_BYTES + data.size : places.segment_bytes] = 0
             return _sealed(segment, data.size, simd.sum_all_words(source), fmt, schedule, (), 0, 0)
-        lookup, scratch = _lookup(schedule, codebooks), np.empty(fast_encode.SCRATCH_BYTES, np.uint8)
+        plan, lookup, scratch = *_encoding(fmt, schedule, elements, codebooks), self._scratch()
         mode = self._mode(schedule)
-        plan = _encode_plan(fmt, places, elements, schedule, lookup.windows)
         if schedule.method is Method.TOP16:
-            escaped = segment[places.tail + 2 * elements :]
+            escaped = segment[plan.tail + 2 * elements :]
             escapes, words = encode_top16(source, segment, scratch, lookup.selectors, escaped, plan, mode)
             tail_bits = escapes * schedule.escape_bits
-            segment[places.tail + 2 * escapes : places.tail + 3 * escapes] = escaped[:escapes]
         else:
             escapes, tail_bits, words = encode_tiers(
                 source, segment, scratch, lookup.selectors, lookup.tables, plan, mode
@@ -108,6 +107,14 @@ class FastCodec:
         except AttributeError:
             pairs = self._of_thread.pairs = np.zeros(PAIRS, np.uint32)
         return pairs
+
+    def _scratch(self) -> Bytes:
+        """Memory for encoding, which stays in a cache from one segment to the next."""
+        try:
+            scratch: Bytes = self._of_thread.scratch
+        except AttributeError:
+            scratch = self._of_thread.scratch = np.empty(fast_encode.SCRATCH_BYTES, np.uint8)
+        return scratch
 
     def __str__(self) -> str:
         return "numba, portable" if self.portable else "numba, BMI2"
@@ -168,20 +175,24 @@ def _element(fmt: ElementFormat) -> tuple[int, ...]:
     return (fmt.element_bytes, fmt.exponent_bits, fmt.mantissa_bits, fmt.low_bits, fmt.high_bits)
 
 
-def _encode_plan(
-    fmt: ElementFormat, places: Layout[int], elements: int, schedule: Schedule, windows: int
-) -> EncodePlan:
-    return EncodePlan(
+@lru_cache(maxsize=64)
+def _encoding(
+    fmt: ElementFormat, schedule: Schedule, elements: int, codebooks: tuple[bytes, ...]
+) -> tuple[EncodePlan, _Lookup]:
+    """What the kernels need to know, the same for all segments of a tensor but its last."""
+    places, lookup = _longest(fmt, schedule, elements), _lookup(schedule, codebooks)
+    plan = EncodePlan(
         places.low,
         places.high,
         places.codes,
         places.index,
         places.tail,
         elements,
-        windows,
+        lookup.windows,
         *_tiers(schedule),
         *_element(fmt),
     )
+    return plan, lookup
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,22 +244,9 @@ def _sealed(
     escapes: int,
     tail_bits: int,
 ) -> Bytes:
-    """Cut a segment to its length, with zeros for padding and its header."""
+    """Cut a segment to its length and write its header."""
     elements, coded = data_bytes // fmt.element_bytes, schedule.method is not Method.STORED
-    places = schedule.layout(fmt, elements, tail_bits)
-    entries = -(-elements // TILE_ELEMENTS) + 1 if coded else 0
-    code_bits = (schedule.widths or (4,))[0] if coded else 0
-    low_bits = fmt.low_bits if coded else 8 * fmt.element_bytes
-    ends = (
-        (places.low + (elements * low_bits + 7) // 8, places.high),
-        (places.high + (elements * fmt.high_bits + 7) // 8, places.codes),
-        (places.codes + (elements * code_bits + 7) // 8, places.index),
-        (places.index + 4 * entries, places.tail),
-        (places.tail + (tail_bits + 7) // 8, places.segment_bytes),
-    )
-    for end, start in ends:
-        segment[end:start] = 0
-    segment = segment[: places.segment_bytes]
+    segment = segment[: schedule.layout(fmt, elements, tail_bits).segment_bytes]
     digest = xxhash.xxh3_64_intdigest(segment[HEADER_BYTES:].data)
     checksum = _checksum(words, data_bytes)
     header = SegmentHeader(fmt, schedule, elements, escapes, tail_bits, checksum, digest, codebooks if coded else ())

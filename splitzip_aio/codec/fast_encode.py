@@ -1,6 +1,6 @@
 """Encoding in machine code: the reverse of ``splitzip_aio.codec.fast_decode``, sixteen elements at a time.
 
-A block of chunks goes through these passes over scratch memory that stays in the first-level cache.
+A chunk goes through these passes over scratch memory that stays in the first-level cache.
 
 *Split.* Exponents go to scratch memory, residuals to their planes.
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from splitzip_aio.codec.checksum import GROUP_BYTES
-from splitzip_aio.codec.layout import CHUNK_ELEMENTS, TILE_ELEMENTS
+from splitzip_aio.codec.layout import CHUNK_ELEMENTS, SEGMENT_ALIGN, TAIL_SLACK, TILE_ELEMENTS
 from splitzip_aio.codec.simd import (
     address,
     compiled,
@@ -36,6 +36,7 @@ from splitzip_aio.codec.simd import (
     load64,
     lowest_bit,
     popcount,
+    prefetch_written,
     store8,
     store16,
     store32,
@@ -48,7 +49,9 @@ from splitzip_aio.codec.simd import (
 __all__ = ["SCRATCH_BYTES", "SLACK", "EncodePlan", "encode_tiers", "encode_top16"]
 
 SLACK = 32  # bytes behind an output that a store may reach
-_BLOCK = 4096  # elements, a tile's worth at most: what their scratch memory takes leaves room in a cache of 32 KiB
+_BLOCK = CHUNK_ELEMENTS  # elements; with what is read and written, their scratch memory takes half of a cache of 32 KiB
+_AHEAD = 8192  # bytes; what is read and written next is fetched meanwhile
+_LINE_BYTES = 64
 _NIBBLE_BYTES = _BLOCK // 2 + SLACK
 _SELECTORS = _BLOCK + SLACK  # exponents come first
 _CODES = _SELECTORS + _BLOCK + SLACK  # nibbles: of each tier the codes and the masks, as the rows of the tables are
@@ -58,6 +61,7 @@ SCRATCH_BYTES = _VALUES + 2 * _BLOCK + SLACK
 _NIBBLES = np.uint64(0x1111111111111111)
 _ONE = np.uint64(1)
 _WORD_BITS = 56  # of a word that starts within a byte, those that are free for certain
+_LISTED_BITS = 24  # of an escape of top16: place and exponent
 _TOP16_ESCAPES = np.uint64(0x1010101010101010)
 
 
@@ -100,9 +104,11 @@ def _split_bf16(data: Any, low: Any, exponents: Any, count: Any) -> None:
 
 @compiled
 def _split(data: Any, segment: Any, plan: Any, first: Any, count: Any, exponents: Any, values: Any) -> None:
-    """Write a block's exponents to scratch memory and its residuals to their planes."""
+    """Write a chunk's exponents to scratch memory and its residuals to their planes."""
     if plan.element_bytes == 2 and plan.mantissa_bits == 7:
         _split_bf16(data + 2 * first, segment + plan.low + first, exponents, count)
+        for byte in range(0, count, _LINE_BYTES):
+            prefetch_written(segment, plan.low + first + _AHEAD // 2 + byte)
         return
     mantissa_bits, sign_bit = np.uint64(plan.mantissa_bits), np.uint64(plan.mantissa_bits + plan.exponent_bits)
     mantissa, low_bits = (_ONE << mantissa_bits) - _ONE, np.uint64(plan.low_bits)
@@ -228,22 +234,22 @@ def _append(value: Any, width: Any, tail: Any, position: Any) -> Any:
 
 
 @compiled
-def _append_tiers(plan: Any, nibbles: Any, exponents: Any, first: Any, count: Any, tail: Any, position: Any) -> Any:
-    """Put the deeper tiers and the escapes of the chunk at ``first`` of the block behind the tail.
+def _append_tiers(plan: Any, nibbles: Any, exponents: Any, count: Any, tail: Any, position: Any) -> Any:
+    """Put the deeper tiers and the escapes of a chunk behind the tail.
 
     Returns the end of the tail and the number of escapes.
     """
-    groups, start, escapes = (count + 31) >> 5 << 1, nibbles + (first >> 1), 0
+    groups, escapes = (count + 31) >> 5 << 1, 0
     for tier in range(1, plan.depth):
-        codes = start + 2 * tier * _NIBBLE_BYTES
+        codes = nibbles + 2 * tier * _NIBBLE_BYTES
         position = _append_codes(codes, codes + _NIBBLE_BYTES, groups, tail, position)
-    marks = start + _NIBBLE_BYTES
+    marks = nibbles + _NIBBLE_BYTES
     for pair in range(groups >> 1):
         if load64(marks, pair << 4) | load64(marks, (pair << 4) + 8):
             for group in range(2 * pair, 2 * pair + 2):
                 mark = load64(marks, group << 3)
                 while mark:
-                    place = first + (group << 4) + (lowest_bit(mark) >> 2)
+                    place = (group << 4) + (lowest_bit(mark) >> 2)
                     position = _append(load8(exponents, place), 8, tail, position)
                     escapes += 1
                     mark &= mark - _ONE
@@ -251,20 +257,18 @@ def _append_tiers(plan: Any, nibbles: Any, exponents: Any, first: Any, count: An
 
 
 @compiled
-def _append_tiers_portable(
-    plan: Any, selectors: Any, exponents: Any, first: Any, count: Any, tail: Any, position: Any
-) -> Any:
+def _append_tiers_portable(plan: Any, selectors: Any, exponents: Any, count: Any, tail: Any, position: Any) -> Any:
     """``_append_tiers`` with one element at a time."""
     widths, base = (plan.width1, plan.width2, plan.width3), (_ONE << np.uint64(plan.width0)) - _ONE
     for tier in range(plan.depth - 1):
         sentinel = (_ONE << np.uint64(widths[tier])) - _ONE
-        for place in range(first, first + count):
+        for place in range(count):
             selector = load8(selectors, place)
             if selector >= base:
                 position = _append(min(selector - base, sentinel), widths[tier], tail, position)
         base += sentinel
     escapes = 0
-    for place in range(first, first + count):
+    for place in range(count):
         if load8(selectors, place) == base:
             position = _append(load8(exponents, place), 8, tail, position)
             escapes += 1
@@ -279,11 +283,29 @@ def _pack_portable(plan: Any, selectors: Any, count: Any, values: Any, target: A
     _pack(values, count, plan.width0, target)
 
 
+@inlined
+def _zero(base: Any, start: Any, stop: Any) -> None:
+    for place in range(start, stop):
+        store8(base, place, np.uint64(0))
+
+
+@compiled
+def _pad(base: Any, plan: Any, code_bits: Any, tail_bits: Any) -> None:
+    """Zero what lies between the parts of a segment, and behind its tail."""
+    tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS
+    _zero(base, plan.low + ((plan.elements * plan.low_bits + 7) >> 3), plan.high)
+    _zero(base, plan.high + ((plan.elements * plan.high_bits + 7) >> 3), plan.codes)
+    _zero(base, plan.codes + ((plan.elements * code_bits + 7) >> 3), plan.starts)
+    _zero(base, plan.starts + 4 * (tiles + 1), plan.tail)
+    end = plan.tail + (tail_bits + 31) // 32 * 4 + TAIL_SLACK
+    _zero(base, plan.tail + ((tail_bits + 7) >> 3), (end + SEGMENT_ALIGN - 1) & -SEGMENT_ALIGN)
+
+
 @entry
 def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any, plan: Any, portable: Any) -> Any:
     """Encode (elements * element_bytes,) bytes; return escapes, bits of the tail, the checksum's sum of words.
 
-    ``segment`` has room for the longest tail and ``SLACK`` bytes; header and padding are left to the caller.
+    ``segment`` has room for the longest tail and ``SLACK`` bytes; the header is left to the caller.
     ``scratch`` is (SCRATCH_BYTES,), ``lookup`` (528,) gives exponents their selectors (see ``_look_up``). Row
     ``2 * k`` of ``tables``, (8, 16), gives a selector's code in tier ``k``, the row after it the mask of its bits
     there; row 1, a mask that nobody needs, marks escapes. ``portable`` as in
@@ -305,20 +327,19 @@ def encode_tiers(data: Any, segment: Any, scratch: Any, lookup: Any, tables: Any
         else:
             _look_up_portable(address(lookup), exponents, selectors, size)
             _pack_portable(plan, selectors, size, values, plane)
-        for first in range(0, size, CHUNK_ELEMENTS):
-            tile, within = divmod(block + first, TILE_ELEMENTS)
-            if within == 0:
-                store32(base, plan.starts + 4 * tile, np.uint64(position))
-            count = min(CHUNK_ELEMENTS, size - first)
-            if portable is None:
-                position, missing = _append_tiers(plan, nibbles, exponents, first, count, tail, position)
-            else:
-                position, missing = _append_tiers_portable(plan, selectors, exponents, first, count, tail, position)
-            escapes += missing
+        tile, within = divmod(block, TILE_ELEMENTS)
+        if within == 0:
+            store32(base, plan.starts + 4 * tile, np.uint64(position))
+        if portable is None:
+            position, missing = _append_tiers(plan, nibbles, exponents, size, tail, position)
+        else:
+            position, missing = _append_tiers_portable(plan, selectors, exponents, size, tail, position)
+        escapes += missing
         start, length = block * plan.element_bytes, size * plan.element_bytes
-        total += sum_words(source, start, length, start // GROUP_BYTES, length, False)
+        total += sum_words(source, start, length, start // GROUP_BYTES, _AHEAD, False)
     tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS
     store32(base, plan.starts + 4 * tiles, np.uint64(position))
+    _pad(base, plan, plan.width0, position)
     return escapes, position, total
 
 
@@ -327,7 +348,7 @@ def encode_top16(data: Any, segment: Any, scratch: Any, lookup: Any, escaped: An
     """``encode_tiers`` for the published layout; returns the number of escapes and the checksum's sum of words.
 
     Selectors are codes, and 16 for an escape. Places go to the tail, the exponents of escapes to ``escaped``, of
-    elements or more bytes, whence the caller puts them behind.
+    elements or more bytes, and from there behind the places.
     """
     source, base, exponents = address(data), address(segment), address(scratch)
     selectors, values, listed = exponents + _SELECTORS, exponents + _VALUES, address(escaped)
@@ -354,7 +375,10 @@ def encode_top16(data: Any, segment: Any, scratch: Any, lookup: Any, escaped: An
                 escapes += 1
                 mark &= mark - _ONE
         start, length = block * plan.element_bytes, size * plan.element_bytes
-        total += sum_words(source, start, length, start // GROUP_BYTES, length, False)
+        total += sum_words(source, start, length, start // GROUP_BYTES, _AHEAD, False)
     tiles = (plan.elements + TILE_ELEMENTS - 1) // TILE_ELEMENTS
     store32(base, plan.starts + 4 * tiles, np.uint64(escapes))
+    for place in range(escapes):  # upwards: they may lie where they are to go
+        store8(base, plan.tail + 2 * escapes + place, load8(listed, place))
+    _pad(base, plan, 4, _LISTED_BITS * escapes)
     return escapes, total

@@ -81,5 +81,13 @@ class Layout(Generic[Size]):
         if not tile_elements:
             return cls(low, high, codes, index, index, align(index, SEGMENT_ALIGN))
         tail = align(index + 4 * (-(-elements // tile_elements) + 1), PLANE_ALIGN)
-        end = tail + (tail_bits + 31) // 32 * 4 + TAIL_SLACK
-        return cls(low, high, codes, index, tail, align(end, SEGMENT_ALIGN))
+        return cls(low, high, codes, index, tail, _end(tail, tail_bits))
+
+    def with_tail(self, tail_bits: Size) -> Layout[Size]:
+        """This layout, of a coded segment, with another tail."""
+        return Layout(self.low, self.high, self.codes, self.index, self.tail, _end(self.tail, tail_bits))
+
+
+def _end(tail: Size, tail_bits: Size) -> Size:
+    """Where a segment ends whose tail of so many bits starts at ``tail``."""
+    return align(tail + (tail_bits + 31) // 32 * 4 + TAIL_SLACK, SEGMENT_ALIGN)

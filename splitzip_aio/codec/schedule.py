@@ -120,6 +120,12 @@ class Schedule:
 
     def layout(self, fmt: ElementFormat, elements: Size, tail_bits: Size) -> Layout[Size]:
         """Layout of a segment of ``elements`` elements whose tail has ``tail_bits`` bits, or of (segments,) of each."""
+        if isinstance(elements, int) and isinstance(tail_bits, int):
+            places = _layout(self, fmt, elements)
+            return places if self.method is Method.STORED else places.with_tail(tail_bits)
+        return self._layout(fmt, elements, tail_bits)
+
+    def _layout(self, fmt: ElementFormat, elements: Size, tail_bits: Size) -> Layout[Size]:
         if self.method is Method.STORED:
             return Layout.of(
                 elements, low_bits=8 * fmt.element_bytes, high_bits=0, code_bits=0, tile_elements=0, tail_bits=tail_bits
@@ -163,6 +169,12 @@ class Schedule:
     def escape_bits(self) -> int:
         """Bits in the tail for an exponent that no codebook holds."""
         return 24 if self.method is Method.TOP16 else 8
+
+
+@lru_cache(maxsize=1024)  # nearly all segments have the same number of elements
+def _layout(schedule: Schedule, fmt: ElementFormat, elements: int) -> Layout[int]:
+    """``Schedule.layout`` without a tail."""
+    return schedule._layout(fmt, elements, 0)
 
 
 STORED = Schedule(Method.STORED)

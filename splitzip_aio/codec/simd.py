@@ -42,6 +42,8 @@ __all__ = [
     "load64",
     "lowest_bit",
     "popcount",
+    "prefetch",
+    "prefetch_written",
     "store8",
     "store16",
     "store32",
@@ -319,6 +321,21 @@ def _fetch(builder: Any, pointer: Any, write: bool) -> None:
     builder.call(fetch, [pointer, _I32(int(write)), nearest, data])
 
 
+def _prefetcher(write: bool) -> Callable[..., Any]:
+    """Fetch the cache line at ``base + offset``, to be read or written; past the end of an array that is harmless."""
+
+    def typer(_context: Any, base: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, _signature: Any, values: Any) -> Any:
+            _fetch(builder, _pointer(builder, values[0], values[1], _I8), write)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), emit
+
+    typer.__name__ = "prefetch_written" if write else "prefetch"
+    return _intrinsic(typer)
+
+
+prefetch, prefetch_written = _prefetcher(write=False), _prefetcher(write=True)
 _add_pairs, _add_written_pairs = _adder(write=False), _adder(write=True)
 
 

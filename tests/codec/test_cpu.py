@@ -158,3 +158,11 @@ def test_read_only_input_and_any_buffer_will_do() -> None:
         out = np.full(200, POISON, np.uint8)
         cpu.decode_segment(buffer, out, where="test")
         assert np.array_equal(out, data)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1000, 1 << 20, (5 << 20) + 7])
+def test_memory_for_coding_starts_on_a_large_page(nbytes: int) -> None:
+    memory = cpu.coding_memory(nbytes)
+    assert (memory.size, memory.dtype, memory.flags.c_contiguous) == (nbytes, np.uint8, True)
+    if nbytes >= 1 << 20:
+        assert memory.ctypes.data % (2 << 20) == 0
