@@ -32,6 +32,7 @@ REBUILD_EVERY = 25
 LARGEST_DRIFT_PERCENT = 1.0
 SIZES = ("rss_bytes", "malloc_bytes", "python_blocks")
 TRIM_THRESHOLD, KEPT_BYTES = -1, 128 << 10
+INTERNED = 200_000
 
 
 class _MallocInfo(ctypes.Structure):
@@ -65,7 +66,7 @@ class Footprint:
     """What this process holds.
 
     ``malloc_bytes`` and ``python_blocks`` are what is in use of the two heaps, so they tell of the smallest leak.
-    ``rss_bytes`` is what is resident, with free memory that malloc keeps for later: see ``have_malloc_give_back``.
+    ``rss_bytes`` is what is resident, with free memory that malloc keeps for later: see ``settle_heaps``.
     """
 
     rss_bytes: int
@@ -94,16 +95,21 @@ class Footprint:
         )
 
 
-def have_malloc_give_back() -> None:
-    """Have glibc give free memory at the end of each arena back, so that what is resident is what is in use.
+def settle_heaps() -> None:
+    """Have what is resident be what is in use, and done with growing once.
 
-    There are up to eight arenas a core, which threads come upon by chance. Unless told otherwise each keeps up to twice
+    glibc has up to eight arenas a core, which threads come upon by chance. Unless told otherwise each keeps up to twice
     as much as the largest block that was freed, and ``malloc_trim`` leaves that alone; then what is resident rises for
     an hour, to the sum of the worst moments of all arenas, while what is in use does not.
+
+    Python's table of interned strings is rebuilt, and with so many modules doubled to 4 MB, once as many strings have
+    come and gone as it has room for.
     """
     libc: Any = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+    for number in range(INTERNED):
+        sys.intern(f"a name of number {number}")
 
 
 def _trimmed_malloc() -> int:
@@ -202,7 +208,7 @@ def _typical(footprints: Sequence[Footprint]) -> Footprint:
 
 def soak(mix: Mix, seconds: float, seed: int, report: Callable[[Tally, Footprints], None]) -> tuple[Tally, Footprints]:
     """Round after round of what ``mixed_round`` does, for so long; ``report`` hears of each."""
-    have_malloc_give_back()
+    settle_heaps()
     tally, footprints = Tally(), Footprints()
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline or not footprints:
