@@ -66,7 +66,8 @@ async def cycle(sample: Sample, device: torch.device, number: int) -> tuple[int,
                     sample.check(layer, lease.tensors)
         statistics = transport.statistics()
         pinned = status("VmPin") - before
-    ring = statistics.ring.slots * statistics.ring.slot_bytes if statistics.io.fixed_buffers else 0
+        payload_bytes = transport._parts.ring.payload_bytes  # tables, behind the payload, are not read into
+    ring = statistics.ring.slots * payload_bytes if statistics.io.fixed_buffers else 0
     return pinned, ring
 
 

@@ -16,7 +16,7 @@ from splitzip_aio.staging import StagingRing
 
 __all__ = ["Dispatcher"]
 
-_AT_ONCE = 4  # slots begun before other tasks have a turn: a millisecond
+_AT_ONCE = 2  # slots begun before other tasks have a turn: a millisecond
 
 
 class Dispatcher:

@@ -45,6 +45,7 @@ from splitzip_aio.timeline import Stage
 __all__ = ["CudaArena"]
 
 _LANDING_BUFFERS = 3  # one being written, one being read, one between them
+_VERDICTS = 16  # made with the arena, so that no slot of the usual rings waits for one
 _DESTINATION_ALIGN = 16
 _ASK_EVERY_S = 0.0005  # less than a slot of 16 MiB takes on any link; asyncio makes a millisecond of it
 
@@ -108,7 +109,7 @@ class CudaArena(BufferArena):
         # torch's allocator hands out memory that earlier work of the current stream may still use.
         for stream in (self._copy_stream, self._upload_stream):
             stream.wait_stream(torch.cuda.current_stream(device))
-        self._verdicts: list[torch.Tensor] = []
+        self._verdicts = list(_new_verdicts(_VERDICTS))
         self._clock: _DeviceClock | None = None
         self._address = self.buffer.data_ptr()
         self._tables: dict[PlannedRead, SlotTable] = {}  # a read's headers are examined once
@@ -203,7 +204,7 @@ class CudaArena(BufferArena):
         landing = self._landing[self._next_landing]
         self._next_landing = (self._next_landing + 1) % len(self._landing)
         source = torch.frombuffer(memory, dtype=torch.uint8, count=read.nbytes + table.nbytes)
-        verdict = self._verdicts.pop() if self._verdicts else _new_verdict()
+        verdict = self._verdicts.pop() if self._verdicts else _new_verdicts(1)[0]
         copied, ready = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
         starts = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if timed else None
         with _CurrentStream(self._copy_stream) as current:
@@ -344,5 +345,6 @@ def _device_bytes(nbytes: int, device: torch.device, option: str) -> torch.Tenso
         raise InvalidArgumentError(f"{option}: {device} has no {nbytes} bytes left; give less") from exc
 
 
-def _new_verdict() -> torch.Tensor:
-    return torch.empty(MAX_SLOT_SEGMENTS, dtype=torch.int64, pin_memory=True)
+def _new_verdicts(count: int) -> torch.Tensor:
+    """(count, segments) int64: room for the checksums of so many slots. Page-locking it takes a millisecond."""
+    return torch.empty((count, MAX_SLOT_SEGMENTS), dtype=torch.int64, pin_memory=True)
