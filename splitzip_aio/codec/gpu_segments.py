@@ -17,7 +17,7 @@ from splitzip_aio.codec.encode_table import ENTRIES_BYTES, WINDOW_EXPONENTS, Enc
 from splitzip_aio.codec.formats import RAW, ElementFormat
 from splitzip_aio.codec.gpu import triton_available
 from splitzip_aio.codec.launch import KernelLauncher
-from splitzip_aio.codec.layout import HEADER_BYTES
+from splitzip_aio.codec.layout import HEADER_BYTES, align
 from splitzip_aio.codec.payload import SegmentHeader
 from splitzip_aio.codec.schedule import MAX_DEPTH, STORED
 from splitzip_aio.codec.segments import SegmentPlan
@@ -72,19 +72,24 @@ class TileCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Memory for one call of ``GpuSegmentEncoder.encode``.
+    """Zeroed memory, allocated at once, for one call of ``GpuSegmentEncoder.encode``.
 
-    ``found``, zeroed, is what ``DeviceSegments`` describes; ``sizes``, (rows,) int32, are what tiles take in the tail.
+    ``found`` is what ``DeviceSegments`` describes; ``starts``, (rows + 1,) int64, are where tiles' tails start,
+    ``ends`` the same but the first, and ``sizes``, (rows,) int32, what they take.
     """
 
     found: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
     sizes: torch.Tensor
 
     @classmethod
     def of(cls, table: EncodeTable, device: torch.device) -> _Scratch:
         """For the segments and rows of ``table``."""
-        found = torch.zeros(2 * len(table.segments), dtype=torch.int64, device=device)
-        return cls(found, torch.empty(table.rows, dtype=torch.int32, device=device))
+        rows = table.rows
+        parts = 2 * len(table.segments), align(rows + 1, 2), -(-rows // 2)  # each part at a multiple of 16 bytes
+        found, starts, sizes = torch.zeros(sum(parts), dtype=torch.int64, device=device).split(parts)
+        return cls(found, starts, starts[1 : rows + 1], sizes.view(torch.int32)[:rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +250,21 @@ class GpuSegmentEncoder:
             if room is None or room.numel() < size:
                 room = torch.zeros(size, dtype=torch.uint8, device=self.device)
             out = room[:size]
+            self._find_starts(table, base, tiles, scratch)
             for launch in table.launches:
                 if launch.schedule == STORED:
                     self._launch(self._copy, launch, table, base, out, scratch.found)
                 else:
-                    self._launch(self._measure, launch, table, base, tiles.windows, tiles.bottoms, scratch.sizes)
-                    arguments = (scratch.sizes, out, scratch.found, len(table.segments))
+                    arguments = (scratch.starts, out, scratch.found, len(table.segments))
                     self._launch(self._encode, launch, table, base, *arguments, **_widths(launch), PTX=self._ptx)
         return DeviceSegments(out, scratch.found, stretches, tuple(plans))
+
+    def _find_starts(self, table: EncodeTable, base: torch.Tensor, tiles: TileCounts, scratch: _Scratch) -> None:
+        """Find where the tail of each tile starts, in bits and counted through all segments."""
+        for launch in table.launches:
+            if launch.schedule != STORED:
+                self._launch(self._measure, launch, table, base, tiles.windows, tiles.bottoms, scratch.sizes)
+        torch.cumsum(scratch.sizes, 0, dtype=torch.int64, out=scratch.ends)
 
     def _unknown_tile_counts(self, table: EncodeTable) -> TileCounts:
         """Counts of tiles, none of which are known."""

@@ -9,7 +9,7 @@ import torch
 from splitzip_aio.codec.formats import BF16, RAW, ElementFormat
 from splitzip_aio.codec.gpu_encode import GpuSplitZipEncoder
 from splitzip_aio.codec.gpu_segments import GpuSegmentEncoder
-from splitzip_aio.codec.layout import CHUNK_ELEMENTS, MAX_SEGMENT_ELEMENTS, SEGMENT_ELEMENTS, TILE_ELEMENTS
+from splitzip_aio.codec.layout import CHUNK_ELEMENTS, SEGMENT_ELEMENTS, TILE_ELEMENTS
 from splitzip_aio.codec.schedule import CANDIDATES, TOP16, Schedule
 from splitzip_aio.codec.tensors import encode_torch
 from splitzip_aio.errors import SourceChangedError
@@ -46,12 +46,6 @@ def test_all_bf16_values() -> None:
 def test_whole_segments(look_twice: bool) -> None:
     data = weights(BF16, 3 * SEGMENT_ELEMENTS + 777, RNG)
     check([Job(data, BF16, schedule) for schedule in (None, *CANDIDATES)], device="cuda", look_twice=look_twice)
-
-
-def test_segments_of_more_tiles_than_lanes() -> None:
-    data = weights(BF16, MAX_SEGMENT_ELEMENTS + 12_345, RNG)
-    jobs = [Job(data, BF16, s, segment_elements=MAX_SEGMENT_ELEMENTS) for s in (THREE_TIERS, TOP16)]
-    check(jobs, device="cuda")
 
 
 def test_a_chunk_in_which_every_element_reaches_every_tier() -> None:

@@ -6,7 +6,7 @@ added up, a byte while the chunks of a tile are, 16 bits while lanes are. A chun
 those by ``tl.histogram``, which is general and several times slower.
 
 *Tails.* What the exponents of a tile take in the tail adds up, so the window's counts tell it without another look at
-the elements, unless some exponent lay outside. The sum over a segment's tiles before one is where its tail starts.
+the elements, unless some exponent lay outside. The prefix sum over tiles is where their tails start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from splitzip_aio.codec import layout
 from splitzip_aio.codec.encode_table import ENCODE_WORDS, WINDOW_EXPONENTS
 from splitzip_aio.codec.kernels.elements import assignment, exponents_of, places, read_elements, source_of
 
-__all__ = ["count_exponents_kernel", "measure_tiles_kernel", "tail_before"]
+__all__ = ["count_exponents_kernel", "measure_tiles_kernel"]
 
 CHUNK = tl.constexpr(layout.CHUNK_ELEMENTS)
 LANES = tl.constexpr(layout.CHUNK_ELEMENTS // 8)
@@ -211,13 +211,3 @@ def measure_tiles_kernel(
         if (full < first + TILE_CHUNKS) & (full * CHUNK < elements):
             total += chunk_bits(source, table, full, elements, EXPONENT_BITS, MANTISSA_BITS, True)
     tl.store(sizes + row, total.to(tl.int32))
-
-
-@triton.jit
-def tail_before(sizes, tile):
-    """Bits that a segment's tiles before ``tile`` take in the tail; ``sizes`` are those of its tiles."""
-    bits = tl.zeros([LANES], tl.int32)
-    for first in range(0, tile, LANES):
-        place = tl.arange(0, LANES) + first
-        bits += tl.load(sizes + place, mask=place < tile, other=0)
-    return tl.sum(bits, 0)

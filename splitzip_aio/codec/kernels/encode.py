@@ -22,7 +22,6 @@ import triton.language as tl
 from splitzip_aio.codec import layout
 from splitzip_aio.codec.encode_table import ENCODE_WORDS
 from splitzip_aio.codec.kernels.bits import permute, sentinels
-from splitzip_aio.codec.kernels.count import tail_before
 from splitzip_aio.codec.kernels.elements import (
     assignment,
     elements_of,
@@ -325,7 +324,7 @@ def encode_segments_kernel(
     base,
     descriptors,
     tiles,
-    sizes,
+    starts,
     out,
     found,
     segments,
@@ -340,19 +339,20 @@ def encode_segments_kernel(
 ):
     """Encode tile ``program_id(0)`` by a schedule of widths ``W0..W3`` (``W0`` 0: top16).
 
-    ``sizes`` (rows,) i32 are the bits that each tile takes in the tail; ``out`` (bytes,) uint8 is zeroed. ``found``
-    (2, segments) i64 gets each segment's checksum, but for the constant of each group, and, once the last tile is done,
-    the bits of its tail.
+    ``starts`` (rows + 1,) i64 are where the tails of tiles start, in bits and counted through all segments; ``out``
+    (bytes,) uint8 is zeroed. ``found`` (2, segments) i64 gets each segment's checksum, but for the constant of each
+    group, and, once the last tile is done, the bits of its tail.
     """
     segment_id, descriptor, tile, elements = assignment(base, descriptors, tiles)
     source = source_of(descriptor, BYTES)
     segment = tl.multiple_of(out + tl.load((descriptor + DESTINATION).to(tl.pointer_type(tl.int64))), 32)
     index = (segment + tl.load(descriptor + INDEX)).to(tl.pointer_type(tl.int32))
+    starts += tl.load(descriptor + ROW)
     chunks = tl.cdiv(elements, CHUNK)
     first = tile * TILE_CHUNKS
     full = tl.minimum(first + TILE_CHUNKS, elements // CHUNK)
     SHARE: tl.constexpr = LISTED_BITS if W0 == 0 else 1
-    start = tail_before(sizes + tl.load(descriptor + ROW), tile) // SHARE
+    start = ((tl.load(starts + tile) - tl.load(starts)) // SHARE).to(tl.int32)
     tl.store(index + tile, start)
     sums = tl.zeros([LANES], tl.uint64)
     for chunk in range(first, full):
