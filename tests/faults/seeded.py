@@ -27,7 +27,7 @@ from tests.cache.samples import write_checkpoint
 from tests.transport.samples import LAYER_BYTES, Sample, assert_idle, settled, ten_layers
 
 BACKENDS = ("asyncio", "trio")
-LONGEST_RUN_S = 60.0
+LONGEST_RUN_S = 300.0  # of the clock: the machine may have other things to do for a minute
 
 
 @dataclass

@@ -29,6 +29,7 @@ from tests.transport.samples import Sample, assert_idle, settled
 
 DRIVERS = ("uring", "threads", "auto")
 REBUILD_EVERY = 25
+IDLE_THREADS_S = 10.0
 LARGEST_DRIFT_PERCENT = 1.0
 SIZES = ("rss_bytes", "malloc_bytes", "python_blocks")
 TRIM_THRESHOLD, KEPT_BYTES = -1, 128 << 10
@@ -154,7 +155,8 @@ class Footprints(Sequence[Footprint]):
 class Drift:
     """A footprint early on, after the first tenth of the time, and at the end, each over a tenth of it.
 
-    Of sizes it is the median. Of what is counted it is the least: event loops keep idle threads for a while.
+    Of sizes it is the median. Of what is counted it is the least: now and then a footprint waits until no event loop
+    keeps an idle thread.
     """
 
     early: Footprint
@@ -213,9 +215,18 @@ def soak(mix: Mix, seconds: float, seed: int, report: Callable[[Tally, Footprint
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline or not footprints:
         mixed_round(mix, seed + tally.runs, tally)
+        if tally.runs % REBUILD_EVERY == 0:
+            let_idle_threads_end()
         footprints.append(Footprint.now())
         report(tally, footprints)
     return tally, footprints
+
+
+def let_idle_threads_end() -> None:
+    """Wait for the threads that event loops keep for ten seconds in case there is more to do."""
+    deadline = time.monotonic() + 2 * IDLE_THREADS_S
+    while threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def mixed_round(mix: Mix, seed: int, tally: Tally) -> None:
