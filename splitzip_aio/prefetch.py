@@ -19,7 +19,7 @@ from splitzip_aio.loading import FilledSlot, Load
 from splitzip_aio.packs import PackSource
 from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import Slot, StagingRing
-from splitzip_aio.waiting import wait_whatever_comes
+from splitzip_aio.waiting import finish_whatever_comes, wait_whatever_comes
 
 __all__ = ["Prefetcher"]
 
@@ -97,13 +97,19 @@ class Prefetcher:
             self._begun.set()
 
     async def _reap(self) -> None:
-        """Have the driver call back for every read; nobody else waits for one."""
-        while True:
-            await self._driver.reap(meanwhile=self._meanwhile)
-            if self._over:
-                return
-            self._begun = anyio.Event()
-            await self._begun.wait()
+        """Have the driver call back for every read; nobody else does.
+
+        Whatever comes, for what is begun: those who wait for a read while the others are cancelled wait for this.
+        """
+        try:
+            while True:
+                await self._driver.reap(meanwhile=self._meanwhile)
+                if self._over:
+                    return
+                self._begun = anyio.Event()
+                await self._begun.wait()
+        finally:
+            await finish_whatever_comes(self._driver.reap)
 
     async def _acquire(self) -> Slot:
         with suppress(BusyError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import anyio
 
-__all__ = ["HasFileno", "call_when_readable", "wait_whatever_comes"]
+__all__ = ["HasFileno", "call_when_readable", "finish_whatever_comes", "wait_whatever_comes"]
 
 
 class HasFileno(Protocol):
@@ -19,15 +19,22 @@ class HasFileno(Protocol):
 
 
 async def wait_whatever_comes(event: anyio.Event) -> None:
-    """Wait for an event, and let a cancellation through only then.
+    """Wait for an event, and let a cancellation through only then."""
+    await finish_whatever_comes(event.wait)
 
-    asyncio's own ``Task.cancel`` reaches through the shield of an anyio scope, once for each call.
+
+async def finish_whatever_comes(wait: Callable[[], Awaitable[None]]) -> None:
+    """Await what ``wait`` returns until it ends by itself, and let a cancellation through only then.
+
+    asyncio's own ``Task.cancel`` reaches through the shield of an anyio scope, once for each call; then ``wait`` is
+    called again.
     """
     cancelled: BaseException | None = None
     with anyio.CancelScope(shield=True):
-        while not event.is_set():
+        while True:
             try:
-                await event.wait()
+                await wait()
+                break
             except anyio.get_cancelled_exc_class() as exc:
                 cancelled = exc
     if cancelled is not None:

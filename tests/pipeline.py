@@ -88,6 +88,7 @@ class FakeFile(FileHandle):
     def __init__(self, path: str, size: int) -> None:
         self.path = path
         self.size = size
+        self.identity = path
 
     def handle(self, offset: int, nbytes: int) -> FileHandle:
         return self

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import anyio
 import pytest
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from splitzip_aio.errors import CorruptDataError, ReadError
+from splitzip_aio.host_cache import HostHold, HostTier
 from splitzip_aio.loading import FilledSlot
 from splitzip_aio.prefetch import Prefetcher
 from splitzip_aio.staging import PAGE_BYTES, SlotState, StagingRing
@@ -21,13 +23,13 @@ pytestmark = pytest.mark.anyio
 class Rig:
     """A prefetcher over two slots, one file of 10 pages, and one that is missing."""
 
-    def __init__(self, ring: StagingRing) -> None:
+    def __init__(self, ring: StagingRing, *, tier: HostTier | None = None) -> None:
         self.ring = ring
         self.driver = FakeDriver()
         self.loads = Loads()
         send, self.output = anyio.create_memory_object_stream[FilledSlot](len(ring.slots))
         files = [FakeFile("a.szp", 10 * PAGE_BYTES), None]
-        self.prefetcher = Prefetcher(self.driver, ring, files, send)
+        self.prefetcher = Prefetcher(self.driver, ring, files, send, tier=tier)
 
     async def next(self) -> FilledSlot:
         with anyio.fail_after(2):
@@ -173,3 +175,44 @@ async def test_it_waits_for_work_and_ends_when_closed(ring: StagingRing) -> None
         ring.release((await rig.next()).slot)
         rig.prefetcher.close()
         assert await drain(rig.output, ring) == []
+
+
+class KeepingNothing:
+    """A host tier that has nothing, keeps nothing, and waits for each read."""
+
+    def find(self, key: object, nbytes: int) -> None:
+        return None
+
+    async def bring(
+        self, key: object, payload: memoryview, hold: None, read: Callable[[], Awaitable[None]]
+    ) -> HostHold | None:
+        await read()
+        return None
+
+
+async def test_cancelled_it_sees_its_reads_through(ring: StagingRing) -> None:
+    """As where streaming breaks down elsewhere: a slot is the driver's until its read is done, whoever waits for it."""
+    rig = Rig(ring, tier=cast("HostTier", KeepingNothing()))
+    ended = anyio.Event()
+
+    async def run() -> None:
+        try:
+            await rig.prefetcher.run()
+        finally:
+            ended.set()
+
+    async with rig.output, anyio.create_task_group() as group:
+        group.start_soon(run)
+        rig.prefetcher.submit(rig.loads.make("one", [0, 4096]))
+        await anyio.wait_all_tasks_blocked()
+        assert rig.driver.gate.arrived == [0, 4096]
+        group.cancel_scope.cancel()
+        with anyio.CancelScope(shield=True):
+            await anyio.wait_all_tasks_blocked()
+            assert not ended.is_set()
+            assert ring.statistics().reading == 2
+            rig.driver.gate.let_all()
+            with anyio.fail_after(5):
+                await ended.wait()
+            for filled in (rig.output.receive_nowait(), rig.output.receive_nowait()):
+                ring.release(filled.slot)
