@@ -67,16 +67,18 @@ def test_each_tensor_has_memory_of_its_own(checkpoint: Path, device: str) -> Non
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("chunk_bytes", [1, 100_000])
-def test_chunks(checkpoint: Path, device: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streaming asks for many chunks in turn; here also where the CPU would decode in place."""
+@pytest.mark.parametrize(("chunk_bytes", "room"), [(1, None), (100_000, None), (100_000, 1)])
+def test_chunks(
+    checkpoint: Path, device: str, chunk_bytes: int, room: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Streaming asks for many chunks in turn, in little room if need be; here also where the CPU would decode in place."""
     from splitzip_aio import materialize
 
     monkeypatch.setattr(materialize, "_CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(materialize, "_decode", lambda cache, entries, meter: stream(cache, entries, "cpu", meter))
 
     def stream(cache: SplitZipShardCache, entries: list[splitzip_aio.cache.Entry], device: str, meter: object):  # type: ignore[no-untyped-def]
-        return materialize._stream(cache, entries, torch.device(device), meter, {"ring_bytes": "8MiB"})  # type: ignore[arg-type]
+        return materialize._stream(cache, entries, torch.device(device), meter, room, {"ring_bytes": "8MiB"})  # type: ignore[arg-type]
 
     check(load_file(checkpoint, device, build=True), tensors(), device)
     with SplitZipShardCache(cache_path(checkpoint)) as cache:
