@@ -71,7 +71,7 @@ def test_each_tensor_has_memory_of_its_own(checkpoint: Path, device: str) -> Non
 def test_chunks(
     checkpoint: Path, device: str, chunk_bytes: int, room: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streaming asks for many chunks in turn, in little room if need be; here also where the CPU would decode in place."""
+    """Streaming asks for many chunks in turn, in little room or more; here also where the CPU would decode in place."""
     from splitzip_aio import materialize
 
     monkeypatch.setattr(materialize, "_CHUNK_BYTES", chunk_bytes)
