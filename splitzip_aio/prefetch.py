@@ -108,8 +108,11 @@ class Prefetcher:
                     return
                 self._begun = anyio.Event()
                 await self._begun.wait()
-        finally:
+        except GeneratorExit:  # torn down with its event loop: nothing can be waited for
+            raise
+        except BaseException:
             await finish_whatever_comes(self._driver.reap)
+            raise
 
     async def _acquire(self) -> Slot:
         with suppress(BusyError):

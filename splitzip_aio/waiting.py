@@ -92,8 +92,7 @@ class _Watch:
             return
         try:
             self._call()
-        except BaseException as exc:  # noqa: BLE001 - raised where this is waited for
-            self.over.set_exception(exc)
-        else:
             if not self._wanted():
                 self.over.set_result(None)
+        except BaseException as exc:  # noqa: BLE001 - raised where this is waited for
+            self.over.set_exception(exc)
