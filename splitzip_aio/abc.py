@@ -22,6 +22,7 @@ __all__ = [
     "DriverStatistics",
     "Fence",
     "FileHandle",
+    "Hold",
     "IOMode",
     "PlannedRead",
     "PlannedSegment",
@@ -125,6 +126,14 @@ class ReadDriver(ABC):
     @abstractmethod
     def buffers(self) -> Sequence[memoryview]:
         """The slots, as writable memoryviews of bytes."""
+
+    @property
+    def may_be_bypassed(self) -> bool:
+        """Whether a transport may take what the page cache has from a mapping of the file, and not have it read here.
+
+        False, unless a driver says otherwise: so whoever wants to see every read, or let some fail, does.
+        """
+        return False
 
     @abstractmethod
     def open(self, path: str | os.PathLike[str], *, io: IOMode = "auto") -> FileHandle:
@@ -288,6 +297,24 @@ class ArenaStatistics:
     peak_bytes: int
     ranges: int
     largest_free_bytes: int
+
+
+class Hold(Protocol):
+    """Memory outside of the slots that has an extent already, and keeps it until ``release``."""
+
+    @property
+    def memory(self) -> memoryview:
+        """The extent, and room behind it for whoever needs a table there.
+
+        Raises:
+            ReadError: it is not there any more.
+        """
+
+    def spoil(self) -> None:
+        """The extent turned out to be wrong: nobody is to find it again. May be called after ``release``."""
+
+    def release(self) -> None:
+        """Let the extent go. Idempotent."""
 
 
 class Fence(Protocol):

@@ -9,7 +9,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from splitzip_aio.abc import Arena, Fence
-from splitzip_aio.errors import CorruptDataError, SplitZipError
+from splitzip_aio.errors import CorruptDataError, ReadError, SplitZipError
 from splitzip_aio.loading import FilledSlot
 from splitzip_aio.stages import StageClock, Upload
 from splitzip_aio.staging import StagingRing
@@ -82,11 +82,17 @@ class Dispatcher:
 
     def _upload(self, filled: FilledSlot) -> None:
         slot, read, load = filled.slot, filled.read, filled.load
+        try:
+            memory = filled.memory
+        except ReadError as error:
+            self._release(filled)
+            load.settle(error=error)
+            return
         upload = self._clock.upload(
             load.plan.name, slot.index, read.nbytes, read.decoded_bytes, in_place=self._arena.decodes_in_place
         )
         self._arena.submit(
-            filled.memory,
+            memory,
             read,
             load.base,
             drained=partial(self._drained, filled, upload),

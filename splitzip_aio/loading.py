@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from splitzip_aio.abc import Fence, PlannedRead
+from splitzip_aio.abc import Fence, Hold, PlannedRead
 from splitzip_aio.errors import SplitZipError
-from splitzip_aio.host_cache import HostHold
 from splitzip_aio.plan import LayerPlan
 from splitzip_aio.staging import Slot
 
@@ -91,15 +90,19 @@ class FilledSlot:
         slot: the slot it was made with; each that is under way has one.
         read: what was read.
         load: the load it is part of.
-        hold: where it is instead, if the host tier has it: what is there is not copied to the slot.
+        hold: where it is instead, if the host tier or a mapping has it: what is there is not copied to the slot.
     """
 
     slot: Slot
     read: PlannedRead
     load: Load
-    hold: HostHold | None = None
+    hold: Hold | None = None
 
     @property
     def memory(self) -> memoryview:
-        """What was read, and the room behind it."""
+        """What was read, and the room behind it.
+
+        Raises:
+            ReadError: what was held is not there any more.
+        """
         return self.slot.memory if self.hold is None else self.hold.memory

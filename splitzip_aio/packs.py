@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 
 from splitzip_aio.abc import FileHandle, IOMode, ReadDriver
+from splitzip_aio.drivers.mapped_file import MappedFile
 from splitzip_aio.drivers.page_cache import PageCache
 from splitzip_aio.errors import ReadError, UnsupportedError
 
@@ -83,9 +84,15 @@ class PackSource:
 
     def handle(self, offset: int, nbytes: int) -> FileHandle:
         """How ``[offset, offset + nbytes)`` is best read now."""
-        if self._page_cache is not None and self._page_cache.holds(offset, nbytes):
-            return self._cached
-        return self._main
+        return self._cached if self.cached(offset, nbytes) else self._main
+
+    def cached(self, offset: int, nbytes: int) -> bool:
+        """Whether ``[offset, offset + nbytes)`` is best taken from the page cache, which has all of it now."""
+        return self._page_cache is not None and self._page_cache.holds(offset, nbytes)
+
+    def map(self) -> MappedFile:
+        """A mapping of it, of use until ``close``, and to be closed once nothing is decoded from it."""
+        return MappedFile(self._descriptor, self.path, lambda descriptor: PackIdentity.of(descriptor) == self.identity)
 
     def close(self) -> None:
         """Close what the driver does not. Idempotent."""

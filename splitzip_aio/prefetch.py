@@ -12,10 +12,12 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectSendStream
 
-from splitzip_aio.abc import PlannedRead, ReadDriver
+from splitzip_aio.abc import Hold, PlannedRead, ReadDriver
+from splitzip_aio.drivers.mapped_file import MappedExtent
 from splitzip_aio.errors import BusyError, CorruptDataError, SplitZipError
 from splitzip_aio.host_cache import HostHold, HostTier
 from splitzip_aio.loading import FilledSlot, Load
+from splitzip_aio.mapped import MappedPacks
 from splitzip_aio.packs import PackSource
 from splitzip_aio.stages import StageClock
 from splitzip_aio.staging import Slot, StagingRing
@@ -45,6 +47,7 @@ class Prefetcher:
         files: packs by index, read by ``driver``; None for one that is missing.
         output: where filled slots go; it has room for every slot, so the ring alone holds reading back.
         tier: where reads are found, and kept for later rounds; None if there is no such place.
+        mapped: where reads are found that need not be made, unless there is a ``tier``; None if there is no such place.
         clock: told of each wait; by default nobody is.
         meanwhile: called whenever something of a read arrived; see ``ReadDriver.reap``.
     """
@@ -57,6 +60,7 @@ class Prefetcher:
         output: MemoryObjectSendStream[FilledSlot],
         *,
         tier: HostTier | None = None,
+        mapped: MappedPacks | None = None,
         clock: StageClock | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
@@ -66,6 +70,7 @@ class Prefetcher:
         self._files = files
         self._output = output
         self._tier = tier
+        self._mapped = mapped or MappedPacks()
         self._clock = clock or StageClock()
         self._loads: deque[Load] = deque()
         self._wake = anyio.Event()
@@ -121,11 +126,17 @@ class Prefetcher:
             return await self._ring.acquire()
 
     def _begin(self, slot: Slot, load: Load, group: TaskGroup) -> None:
-        """Send on at once what the host tier has; read the rest, or have the tier see to it."""
+        """Send on at once what the host tier or a mapping has; read the rest, or have the tier see to it."""
         read = load.take()
         fill = _Fill(slot, load, read, self._clock.read(load.plan.name, slot.index, read.nbytes))
         if self._tier is None:
-            self._read(fill, partial(self._settle, fill))
+            extent = self._mapped.find(read)
+            if extent is None:
+                self._read(fill, partial(self._settle, fill))
+            elif extent.locked:
+                self._settle(fill, None, extent)
+            else:
+                group.start_soon(self._lock, fill, extent)
             return
         hold = self._tier.find(self._key(read), read.nbytes)
         if hold is not None and self._tier.at_hand(hold, read.nbytes):
@@ -161,6 +172,19 @@ class Prefetcher:
             raise
         else:
             self._settle(fill, None, hold)
+
+    async def _lock(self, fill: _Fill, extent: MappedExtent) -> None:
+        """Send on what is mapped once it is locked in memory; read it if that is refused."""
+        try:
+            locked = await self._mapped.lock(extent, fill.read)
+        except BaseException:
+            fill.ended()
+            self._ring.release(fill.slot)
+            raise
+        if locked:
+            self._settle(fill, None, extent)
+        else:
+            self._read(fill, partial(self._settle, fill))
 
     async def _wait_for_read(self, fill: _Fill) -> None:
         errors: list[SplitZipError | None] = []
@@ -205,7 +229,7 @@ class Prefetcher:
         else:
             self._begun.set()
 
-    def _settle(self, fill: _Fill, error: SplitZipError | None, hold: HostHold | None = None) -> None:
+    def _settle(self, fill: _Fill, error: SplitZipError | None, hold: Hold | None = None) -> None:
         """A slot is full, or its contents are where ``hold`` says; or it is not going to be."""
         fill.ended()
         if error is None:
@@ -215,6 +239,8 @@ class Prefetcher:
                 self._output.send_nowait(FilledSlot(fill.slot, fill.read, fill.load, hold))
                 return
         self._ring.release(fill.slot)
+        if hold is not None:
+            hold.release()
         if error is not None:
             fill.load.settle(error=error)
 

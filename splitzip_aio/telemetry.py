@@ -151,6 +151,7 @@ class TransportStatistics:
         files: packs.
         direct_bytes: bytes read past the page cache.
         buffered_bytes: bytes read through it.
+        mapped_bytes: bytes that were not read, since they could be decoded from where the page cache has them.
         host_bytes: bytes that came from the host tier instead.
         host: the host tier, shared or not; None without one.
         wire_bytes: encoded bytes decoded so far, headers included, without what reads brought beside them.
@@ -169,6 +170,7 @@ class TransportStatistics:
     files: int
     direct_bytes: int
     buffered_bytes: int
+    mapped_bytes: int
     host_bytes: int
     host: HostCacheStatistics | None
     wire_bytes: int

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"codec", "stages"}),
     frozenset({"cache", "drivers"}),
     frozenset({"arena", "forecast", "packs", "plan", "staging"}),
-    frozenset({"host_cache"}),
+    frozenset({"host_cache", "mapped"}),
     frozenset({"loading"}),
     frozenset({"dispatch", "prefetch"}),
     frozenset({"transport"}),

@@ -30,7 +30,7 @@ class StreamReport:
         device: where tensors were decoded to; ``gpu`` is its name, None on the CPU.
         codec: what decoded: Triton kernels, or which of the CPU codecs.
         driver: which driver read.
-        direct: nothing was read through the page cache.
+        direct: nothing came from the page cache.
         fixed_buffers: the slots were registered with the kernel.
         pinned: the slots were page-locked for the GPU.
         layers, tensors: how many were handed out.
@@ -110,7 +110,7 @@ async def stream_cache(
         gpu=torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         codec="triton" if device.type == "cuda" else cpu.implementation(),
         driver=statistics.io.name,
-        direct=statistics.buffered_bytes == 0,
+        direct=statistics.buffered_bytes == statistics.mapped_bytes == 0,
         fixed_buffers=statistics.io.fixed_buffers,
         pinned=statistics.ring.pinned,
         layers=len(transport.layers),

@@ -93,6 +93,11 @@ class CompletionDriver(ReadDriver):
         return self._engine.name
 
     @property
+    def may_be_bypassed(self) -> bool:
+        """Whether extents may be decoded without a read; see ``ReadDriver.may_be_bypassed``."""
+        return self._engine.may_be_bypassed
+
+    @property
     def buffers(self) -> Sequence[memoryview]:
         """The slots, as writable memoryviews of bytes."""
         return self._slots.views

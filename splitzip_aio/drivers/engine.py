@@ -21,6 +21,7 @@ class Engine(ABC):
     binding: str | None = None
     binding_reason: str | None = None
     fixed_buffers = False
+    may_be_bypassed = True
 
     @property
     @abstractmethod

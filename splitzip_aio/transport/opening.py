@@ -21,6 +21,7 @@ from splitzip_aio.errors import ClosedError, CorruptDataError, InvalidArgumentEr
 from splitzip_aio.forecast import Forecast
 from splitzip_aio.host_cache import HostCache, HostTier
 from splitzip_aio.host_cache.headroom import check_room
+from splitzip_aio.mapped import MappedPacks
 from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan, largest_read_bytes
 from splitzip_aio.staging import StagingRing, split_ring
@@ -175,14 +176,19 @@ def _assemble(
         )
         resources.callback(ring.release_all)
         tier = _make_tier(options.host_cache, device, kind.table_bytes, resources)
+        # Closed after the arena, which may decode from there until then.
+        mapped = MappedPacks()
+        resources.callback(mapped.close)
         arena = _make_arena(device, min(options.arena_bytes, plan.nbytes), len(ring.slots[0].memory))
         resources.push_async_callback(arena.aclose)
         buffers = [slot.payload for slot in ring.slots]
         reader = options.driver(buffers) if callable(options.driver) else open_driver(options.driver, buffers=buffers)
         resources.push_async_exit(reader)
         files = [_open_pack(opened, number, reader, options.io, resources) for number in range(len(packs))]
+    if tier is None and arena.decodes_in_place and options.io == "auto" and reader.may_be_bypassed:
+        mapped.add(files)
     fallbacks = (*fallbacks, *_fallbacks(ring, reader, files, options.io))
-    return Parts(plan, forecast, ring, reader, files, arena, tier, options.timeline, fallbacks)
+    return Parts(plan, forecast, ring, reader, files, arena, tier, mapped, options.timeline, fallbacks)
 
 
 def _choose_host_cache(shared: HostCache | None, own_bytes: int) -> HostCache | int:

@@ -19,6 +19,7 @@ from splitzip_aio.errors import ClosedError, SplitZipError, TransportError, Wron
 from splitzip_aio.forecast import Forecast
 from splitzip_aio.host_cache import HostTier
 from splitzip_aio.loading import FilledSlot
+from splitzip_aio.mapped import MappedPacks
 from splitzip_aio.packs import PackSource
 from splitzip_aio.plan import ExecutionPlan
 from splitzip_aio.prefetch import Prefetcher
@@ -46,6 +47,7 @@ class Parts:
     files: Sequence[PackSource | None]
     arena: Arena
     tier: HostTier | None
+    mapped: MappedPacks
     timeline: Timeline | None
     fallbacks: tuple[str, ...]
 
@@ -68,6 +70,7 @@ class Transport:
             parts.files,
             send,
             tier=parts.tier,
+            mapped=parts.mapped,
             clock=self._clock,
             meanwhile=parts.arena.recycle,
         )
@@ -177,11 +180,12 @@ class Transport:
             files=len(parts.files),
             direct_bytes=io.direct_bytes_read,
             buffered_bytes=io.bytes_read - io.direct_bytes_read,
+            mapped_bytes=parts.mapped.mapped_bytes,
             host_bytes=0 if parts.tier is None else parts.tier.hit_bytes,
             host=host,
             wire_bytes=self._dispatcher.wire_bytes,
             decoded_bytes=self._dispatcher.decoded_bytes,
-            fallbacks=(*parts.fallbacks, *unpinned),
+            fallbacks=(*parts.fallbacks, *unpinned, *parts.mapped.fallbacks),
         )
 
     async def aclose(self) -> None:

@@ -35,8 +35,8 @@ class TierReport:
         slowest: name of the slowest stage.
         efficiency: time of the slowest stage over that of the whole; 1 where nothing is added to it.
         waited: what the last pass waited for.
-        direct_bytes, buffered_bytes, host_bytes: what the last pass brought past the page cache, through it, and from
-            the host tier.
+        direct_bytes, buffered_bytes, mapped_bytes, host_bytes: what the last pass brought past the page cache and
+            through it, what it decoded from where the page cache has it, and what came from the host tier.
         fallbacks: each better way that could not be taken, and why.
     """
 
@@ -48,6 +48,7 @@ class TierReport:
     waited: TimeStatistics
     direct_bytes: int
     buffered_bytes: int
+    mapped_bytes: int
     host_bytes: int
     fallbacks: tuple[str, ...]
 
@@ -156,6 +157,7 @@ def _time_tier(streamer: Streamer, stages: Stages, decodes: Iterator[float], tie
         waited=last.waited,
         direct_bytes=last.direct_bytes,
         buffered_bytes=last.buffered_bytes,
+        mapped_bytes=last.mapped_bytes,
         host_bytes=last.host_bytes,
         fallbacks=last.after.fallbacks,
     )

@@ -71,6 +71,11 @@ class Pass:
         return self.after.buffered_bytes - self.before.buffered_bytes
 
     @property
+    def mapped_bytes(self) -> int:
+        """Bytes decoded from where the page cache has them."""
+        return self.after.mapped_bytes - self.before.mapped_bytes
+
+    @property
     def host_bytes(self) -> int:
         """Bytes from the host tier."""
         return self.after.host_bytes - self.before.host_bytes
