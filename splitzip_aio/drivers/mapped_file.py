@@ -219,9 +219,6 @@ class _Mapping:
         try:
             self._libc = _libc()
             _check_trusted(self._libc, self.descriptor)
-            # Who wants the file is announced by a signal. Unless told otherwise that is SIGIO, which ends a process
-            # that does not expect it; SIGURG does nothing then. We look for ourselves.
-            fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
             self.size = os.fstat(self.descriptor).st_size
             self._mapped = mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ)
         except BaseException:
@@ -238,11 +235,14 @@ class _Mapping:
         return self._finalizer.alive and fcntl.fcntl(self.descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK
 
     def take_lease(self) -> None:
+        # Who wants the file is announced by a signal. Unless told otherwise, each time anew, that is SIGIO, which ends
+        # a process that does not expect it; SIGURG does nothing then. We look for ourselves.
+        fcntl.fcntl(self.descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(self.descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
 
     def give_back_lease(self) -> None:
         if self._finalizer.alive:
-            _give_back(self.descriptor)
+            _give_back(self.descriptor, self._process)
 
     def count(self, offset: int, nbytes: int) -> None:
         self._holders[_pages(offset, nbytes)] += 1
@@ -282,7 +282,7 @@ class _Mapping:
         return self._address + first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE
 
     def close(self) -> None:
-        """Give everything back. No-op in a forked child."""
+        """Give everything back. No-op in a forked child, where a thread that is not there may be locking."""
         if os.getpid() != self._process:
             return
         with self.locking:
@@ -298,14 +298,14 @@ def _pages(offset: int, nbytes: int) -> slice:
 
 
 def _close(descriptor: int, process: int) -> None:
-    if os.getpid() == process:  # a forked child has the same lease, and must not give it back
-        _give_back(descriptor)
+    _give_back(descriptor, process)
     os.close(descriptor)
 
 
-def _give_back(descriptor: int) -> None:
-    with suppress(OSError):  # the kernel has let someone else have it
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+def _give_back(descriptor: int, process: int) -> None:
+    if os.getpid() == process:  # a forked child has the same lease, and must not give it back
+        with suppress(OSError):  # the kernel has let someone else have it
+            fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 
 def _trusted_s() -> float:
