@@ -39,7 +39,10 @@ class MappedPacks:
 
     def add(self, packs: Sequence[PackSource | None]) -> None:
         """Serve packs, by index, that stay open while anything is asked of them."""
-        self._packs = {number: (pack, pack.map()) for number, pack in enumerate(packs) if pack is not None}
+        for number, pack in enumerate(packs):
+            file = None if pack is None else pack.map()
+            if pack is not None and file is not None:
+                self._packs[number] = (pack, file)
 
     def find(self, read: PlannedRead) -> MappedExtent | None:
         """A hold on an extent that the page cache has, to be given to ``lock`` if it is not; None if it has none."""
@@ -80,4 +83,4 @@ class MappedPacks:
         reason = None if file.refusal is None else f"mapping: {file.refusal}"
         if reason is not None and reason not in self._reasons:
             self._reasons[reason] = None
-            logger.warning("packs are read although the page cache has them: %s, %s", file.path, file.refusal)
+            logger.warning("packs are copied from the page cache, not mapped: %s: %s", file.path, file.refusal)

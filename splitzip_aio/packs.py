@@ -90,8 +90,13 @@ class PackSource:
         """Whether ``[offset, offset + nbytes)`` is best taken from the page cache, which has all of it now."""
         return self._page_cache is not None and self._page_cache.holds(offset, nbytes)
 
-    def map(self) -> MappedFile:
-        """A mapping of it, of use until ``close``, and to be closed once nothing is decoded from it."""
+    def map(self) -> MappedFile | None:
+        """A mapping of it, of use until ``close``, and to be closed once nothing is decoded from it.
+
+        None where nothing is ever best taken from the page cache.
+        """
+        if self._page_cache is None or self._page_cache.method is None:
+            return None
         return MappedFile(self._descriptor, self.path, lambda descriptor: PackIdentity.of(descriptor) == self.identity)
 
     def close(self) -> None:

@@ -164,7 +164,13 @@ def test_64_kib_of_locked_memory(sample: Sample, place: Path) -> None:
     """RLIMIT_MEMLOCK does not bind root."""
     skip_without_uring()
     found = child(sample.root, limits={"RLIMIT_MEMLOCK": 64 << 10}, user=NOBODY, doctor=str(place))
-    check_stream(sample, found, "uring", "exceed RLIMIT_MEMLOCK (65536 bytes); raise it (ulimit -l)")
+    check_stream(
+        sample,
+        found,
+        "uring",
+        "exceed RLIMIT_MEMLOCK (65536 bytes); raise it (ulimit -l)",
+        "of it in memory is refused: Cannot allocate memory; see ulimit -l",
+    )
     assert not found["fixed_buffers"]
     check = found["doctor"]["locked memory"]
     assert check["status"] == "warn"
@@ -216,7 +222,9 @@ def test_overlayfs(sample: Sample, place: Path) -> None:
     try:
         found = child(place / "merged" / "cache", doctor=str(place / "merged"), options={"driver": "threads"})
         directly = found["doctor"][f"direct I/O in {place / 'merged'}"]["status"] == "ok"
-        check_stream(sample, found, "threads", *(() if directly else ("direct I/O: buffered",)))
+        check_stream(
+            sample, found, "threads", "it cannot be mapped: its file system" if directly else "direct I/O: buffered"
+        )
         checkpoint = write_checkpoint(place / "model.safetensors", ten_layers())
         build_cache(
             checkpoint, place / "merged" / "cache", force=True, segment_elements=2048
@@ -225,7 +233,7 @@ def test_overlayfs(sample: Sample, place: Path) -> None:
             sample,
             child(place / "merged" / "cache", options={"driver": "threads"}),
             "threads",
-            *(() if directly else ("direct I/O: buffered",)),
+            "it cannot be mapped: its file system" if directly else "direct I/O: buffered",
         )
     finally:
         subprocess.run(["umount", str(place / "merged")], check=True)
