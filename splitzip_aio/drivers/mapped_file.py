@@ -27,7 +27,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -99,10 +99,15 @@ class MappedFile:
         self.refusal = reason
 
     def let_go(self, extent: MappedExtent) -> None:
-        """A hold is over."""
+        """A hold is over.
+
+        Locks do not nest, and extents may share a page, or be held twice: a page is unlocked when nobody holds it.
+        """
         self._held.discard(extent)
-        if not self._held and self._mapping is not None:
-            self._mapping.give_back_lease()
+        if self._mapping is not None:
+            self._mapping.unlock(extent.pages, [other.pages for other in self._held])
+            if not self._held:
+                self._mapping.give_back_lease()
 
     def close(self) -> None:
         """Give everything back; for when nothing is decoded from it any more. Idempotent; no-op in a forked child."""
@@ -140,20 +145,19 @@ class MappedExtent:
     """A hold on an extent of a mapped file, which does not change until ``release``.
 
     Attributes:
-        locked: its pages are locked in memory; it must not be decoded from before.
+        pages: which of the file's they are.
+        locked: they are locked in memory; the extent must not be decoded from before.
     """
 
-    __slots__ = ("_file", "_mapping", "_nbytes", "_offset", "_released", "_since_s", "_view", "locked")
+    __slots__ = ("_file", "_mapping", "_released", "_since_s", "_view", "locked", "pages")
 
     def __init__(self, file: MappedFile, mapping: _Mapping, offset: int, nbytes: int) -> None:
         self._file = file
         self._mapping = mapping
-        self._offset = offset
-        self._nbytes = nbytes
+        self.pages = range(offset // mmap.PAGESIZE, -(-(offset + nbytes) // mmap.PAGESIZE))
         self._released = self.locked = False
         self._since_s = time.monotonic()
         self._view = mapping.view[offset : offset + nbytes]
-        mapping.count(offset, nbytes)
 
     @property
     def memory(self) -> memoryview:
@@ -173,7 +177,7 @@ class MappedExtent:
 
     def lock_mapped(self) -> bool:
         """Lock the pages in memory if all of them are mapped; False if ``lock`` has to bring some."""
-        self.locked = self._mapping.lock_mapped(self._offset, self._nbytes)
+        self.locked = self._mapping.lock_mapped(self.pages)
         return self.locked
 
     def lock(self) -> bool:
@@ -184,10 +188,12 @@ class MappedExtent:
         with self._mapping.locking:
             if self._released:
                 return False
-            refused = self._mapping.lock(self._offset, self._nbytes)
+            refused = self._mapping.lock(self.pages)
         self.locked = refused is None
         if refused is not None:
-            self._file.refuse(f"locking {self._nbytes} bytes of it in memory is refused: {refused}; see ulimit -l")
+            self._file.refuse(
+                f"locking {len(self.pages) * mmap.PAGESIZE} bytes of it in memory is refused: {refused}; see ulimit -l"
+            )
         return self.locked
 
     def spoil(self) -> None:
@@ -200,15 +206,11 @@ class MappedExtent:
         self._released = True
         with suppress(BufferError):  # someone still looks at it
             self._view.release()
-        self._mapping.uncount(self._offset, self._nbytes)
         self._file.let_go(self)
 
 
 class _Mapping:
-    """What the kernel gives for a file: an open file of its own, a mapping, and how many hold each page.
-
-    Locks do not nest, and extents may share a page, or be held twice: a page is unlocked when nobody holds it.
-    """
+    """What the kernel gives for a file: an open file of its own, with a lease on it, and a mapping."""
 
     def __init__(self, source: int) -> None:
         self.trusted_s = _trusted_s()
@@ -218,6 +220,7 @@ class _Mapping:
         self._finalizer = weakref.finalize(self, _close, self.descriptor, self._process)
         try:
             self._libc = _libc()
+            self._table = _PageTable(self._libc)
             _check_trusted(self._libc, self.descriptor)
             self.size = os.fstat(self.descriptor).st_size
             self._mapped = mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ)
@@ -227,7 +230,6 @@ class _Mapping:
         self.view = memoryview(self._mapped)
         self.locking = threading.Lock()
         self._address = np.frombuffer(self._mapped, np.uint8).ctypes.data
-        self._holders = np.zeros(-(-self.size // mmap.PAGESIZE), np.uint16)
 
     @property
     def leased(self) -> bool:
@@ -244,42 +246,28 @@ class _Mapping:
         if self._finalizer.alive:
             _give_back(self.descriptor, self._process)
 
-    def count(self, offset: int, nbytes: int) -> None:
-        self._holders[_pages(offset, nbytes)] += 1
+    def unlock(self, pages: range, others: Iterable[range]) -> None:
+        """Unlock those of the pages that are not among ``others``."""
+        if self._finalizer.alive:
+            for part in _without(pages, others):
+                self._libc.munlock(*self._place(part))
 
-    def uncount(self, offset: int, nbytes: int) -> None:
-        """Unlock the pages that nobody holds any more."""
-        pages = _pages(offset, nbytes)
-        held = self._holders[pages]
-        held -= 1
-        if not self._finalizer.alive:
-            return
-        if not held.any():
-            self._libc.munlock(*self._range(pages.start, pages.stop))
-        else:
-            idle = np.concatenate(([False], held == 0, [False]))
-            edges = pages.start + np.flatnonzero(idle[1:] != idle[:-1])
-            for first, stop in edges.reshape(-1, 2).tolist():
-                self._libc.munlock(*self._range(first, stop))
-
-    def lock(self, offset: int, nbytes: int) -> str | None:
-        """Bring and lock the pages of an extent; the reason if the kernel refuses."""
+    def lock(self, pages: range) -> str | None:
+        """Bring and lock pages; the reason if the kernel refuses."""
         if not self._finalizer.alive:
             return "closed"
-        pages = _pages(offset, nbytes)
-        if self._libc.mlock(*self._range(pages.start, pages.stop)) == 0:
+        if self._libc.mlock(*self._place(pages)) == 0:
             return None
         return os.strerror(ctypes.get_errno())
 
-    def lock_mapped(self, offset: int, nbytes: int) -> bool:
-        """Lock the pages of an extent as they are; whether none of them was missing."""
-        pages = _pages(offset, nbytes)
-        start, length = self._range(pages.start, pages.stop)
-        return self._libc.mlock2(start, length, _MLOCK_ONFAULT) == 0 and _all_present(self._libc, start, length)
+    def lock_mapped(self, pages: range) -> bool:
+        """Lock pages as they are; whether none of them was missing."""
+        start, length = self._place(pages)
+        return self._libc.mlock2(start, length, _MLOCK_ONFAULT) == 0 and self._table.has_all(start, length)
 
-    def _range(self, first: int, stop: int) -> tuple[int, int]:
+    def _place(self, pages: range) -> tuple[int, int]:
         """Address and bytes of pages."""
-        return self._address + first * mmap.PAGESIZE, (stop - first) * mmap.PAGESIZE
+        return self._address + pages.start * mmap.PAGESIZE, len(pages) * mmap.PAGESIZE
 
     def close(self) -> None:
         """Give everything back. No-op in a forked child, where a thread that is not there may be locking."""
@@ -293,8 +281,17 @@ class _Mapping:
             self._mapped.close()
 
 
-def _pages(offset: int, nbytes: int) -> slice:
-    return slice(offset // mmap.PAGESIZE, -(-(offset + nbytes) // mmap.PAGESIZE))
+def _without(pages: range, others: Iterable[range]) -> list[range]:
+    """The parts of ``pages`` that are in none of ``others``."""
+    parts = [pages]
+    for other in others:
+        if other.start < pages.stop and pages.start < other.stop:
+            cut = [
+                (range(part.start, min(part.stop, other.start)), range(max(part.start, other.stop), part.stop))
+                for part in parts
+            ]
+            parts = [part for pair in cut for part in pair if part]
+    return parts
 
 
 def _close(descriptor: int, process: int) -> None:
@@ -355,21 +352,29 @@ _PAGEMAP_SCAN = 0xC0606610
 _PAGE_IS_PRESENT = 1 << 3
 
 
-def _all_present(libc: ctypes.CDLL, start: int, length: int) -> bool:
-    """Whether every page is in the page table; False also where the kernel does not say (before Linux 6.7)."""
-    regions = (ctypes.c_uint64 * 3)()  # one struct page_region: start, end, categories
-    arguments = _ScanArguments(
-        size=ctypes.sizeof(_ScanArguments),
-        start=start,
-        end=start + length,
-        vec=ctypes.addressof(regions),
-        vec_len=1,
-        category_mask=_PAGE_IS_PRESENT,
-        return_mask=_PAGE_IS_PRESENT,
-    )
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as table:
-            found = libc.ioctl(table.fileno(), ctypes.c_ulong(_PAGEMAP_SCAN), ctypes.byref(arguments))
-    except OSError:
-        return False
-    return bool(found == 1 and regions[0] == start and regions[1] == start + length)
+class _PageTable:
+    """Which pages of this process are mapped, as far as the kernel says: from Linux 6.7 on."""
+
+    def __init__(self, libc: ctypes.CDLL) -> None:
+        self._ioctl = libc.ioctl
+        self._region = (ctypes.c_uint64 * 3)()  # struct page_region: start, end, categories
+        self._arguments = _ScanArguments(
+            size=ctypes.sizeof(_ScanArguments),
+            vec=ctypes.addressof(self._region),
+            vec_len=1,
+            category_mask=_PAGE_IS_PRESENT,
+            return_mask=_PAGE_IS_PRESENT,
+        )
+
+    def has_all(self, start: int, length: int) -> bool:
+        """Whether every page is there; False also where the kernel does not say."""
+        self._arguments.start, self._arguments.end = start, start + length
+        try:
+            table = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            found = self._ioctl(table, ctypes.c_ulong(_PAGEMAP_SCAN), ctypes.byref(self._arguments))
+        finally:
+            os.close(table)
+        return bool(found == 1 and self._region[0] == start and self._region[1] == start + length)
