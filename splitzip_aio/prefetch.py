@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
 from anyio.streams.memory import MemoryObjectSendStream
 
 from splitzip_aio.abc import Hold, PlannedRead, ReadDriver
@@ -96,8 +97,8 @@ class Prefetcher:
                 load = self._next_load()
                 if load is None:
                     self._ring.release(slot)
-                else:
-                    self._begin(slot, load, group)
+                elif self._begin(slot, load, group):
+                    await checkpoint()  # whoever decodes it need not wait until every slot is filled
             self._over = True
             self._begun.set()
 
@@ -125,8 +126,11 @@ class Prefetcher:
         with self._clock.slot_wait():
             return await self._ring.acquire()
 
-    def _begin(self, slot: Slot, load: Load, group: TaskGroup) -> None:
-        """Send on at once what the host tier or a mapping has; read the rest, or have the tier see to it."""
+    def _begin(self, slot: Slot, load: Load, group: TaskGroup) -> bool:
+        """Send on at once what the host tier or a mapping has; read the rest, or have the tier see to it.
+
+        Returns whether that took some time, as locking does what is mapped.
+        """
         read = load.take()
         fill = _Fill(slot, load, read, self._clock.read(load.plan.name, slot.index, read.nbytes))
         if self._tier is None:
@@ -137,12 +141,13 @@ class Prefetcher:
                 self._settle(fill, None, extent)
             else:
                 group.start_soon(self._lock, fill, extent)
-            return
+            return extent is not None
         hold = self._tier.find(self._key(read), read.nbytes)
         if hold is not None and self._tier.at_hand(hold, read.nbytes):
             self._settle(fill, None, hold)
         else:
             group.start_soon(self._bring, self._tier, fill, hold)
+        return False
 
     async def _wait_for_load(self) -> bool:
         """Wait for a load with something to read; False if there will be none."""
