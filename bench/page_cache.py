@@ -7,7 +7,8 @@ As many threads as there are cores take segment after segment, and
 - ``decode``: decode them from memory where they lie already, which is what the others are compared with;
 - ``read, decode``: read each into a place of its own first, as a stream reads into slots, and decode it there;
 - ``read, decode, same place``: read each to where the thread read the one before, which stays in the core's caches;
-- ``mapped``: decode them from a mapping of the file, which nobody should do with files that others can cut short.
+- ``mapped``: decode them from a mapping of the file, as a stream does where the kernel lets it lease the file and lock
+  its pages; without these, as here, a file that is cut short kills the process.
 
 The ways take turns. Prints medians with the least and the most, and the share of decoding alone.
 """
