@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 __all__ = [
+    "choose",
     "expand",
     "funnel",
     "lane_sentinels",
@@ -43,6 +44,16 @@ def funnel(low, high, shift, PTX: tl.constexpr):
         )
     pool = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
     return (pool >> (shift & 31).to(tl.uint64)).to(tl.uint32)
+
+
+@triton.jit
+def choose(mask, ones, zeros, PTX: tl.constexpr):
+    """Bits of ``ones`` where ``mask`` has a 1, else of ``zeros``, in one instruction."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xCA;", "=r,r,r,r", [mask, ones, zeros], dtype=tl.uint32, is_pure=True, pack=1
+        )
+    return (ones & mask) | (zeros & (mask ^ 0xFFFFFFFF))
 
 
 @triton.jit

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from splitzip_aio.codec import checksum, formats, layout
 from splitzip_aio.codec.kernels.bits import (
+    choose,
     expand,
     lane_sentinels,
     load_book,
@@ -143,7 +144,7 @@ def top16(place, codes, tail, begin, end, escapes, books, PTX: tl.constexpr):
 
     ``place`` (L,) counts the lanes from the start of the tile; the chunk's escapes are among ``begin`` to ``end``.
     """
-    nibbles = ((codes >> 4) & 0x0F0F0F0F) | ((codes & 0x0F0F0F0F) << 4)
+    nibbles = choose(0x0F0F0F0F, codes >> 4, codes << 4, PTX)
     low, high = lookup(nibbles, books[0], 4, PTX)
     for k in range(begin, end):
         at = tl.load((tail + 2 * k).to(tl.pointer_type(tl.uint16))).to(tl.uint32)
@@ -164,7 +165,7 @@ def first_codes(plane, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
     if WIDTH == 2:
         return tl.load(plane.to(tl.pointer_type(tl.uint16)) + lane).to(tl.uint32)
     if WIDTH == 4:
-        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane)
+        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane, eviction_policy="evict_first")
     return window(plane.to(tl.pointer_type(tl.uint32)), lane.to(tl.uint32) * 24, UNBOUNDED, PTX)
 
 
@@ -174,7 +175,7 @@ def fetch(segment, codes, at, FORMAT: tl.constexpr, W0: tl.constexpr, PTX: tl.co
     packed = first_codes(codes, at, 4 if W0 == 0 else W0, PTX)
     s = tl.zeros(at.shape, tl.uint64)
     if FORMAT <= F32:
-        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at)
+        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at, eviction_policy="evict_first")
     return packed, s
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from splitzip_aio.codec import checksum, formats, layout
-from splitzip_aio.codec.kernels.bits import low_nibbles, permute, spread, window
+from splitzip_aio.codec.kernels.bits import choose, low_nibbles, permute, spread, window
 
 __all__ = ["copy_chunk", "emit"]
 
@@ -61,7 +61,7 @@ def store(out, first, words, left, PARTIAL: tl.constexpr, COLUMNS: tl.constexpr)
         for k in tl.static_range(3):
             tl.store(byte + k, (word >> (8 * k)).to(tl.uint8), mask=bytes_left > k)
     else:
-        tl.store(place, words)
+        tl.store(place, words, cache_modifier=".cs")  # nobody reads it again before it left the cache
 
 
 @triton.jit
@@ -100,9 +100,9 @@ def emit2(sums, out, half, w0, w1, size, PARTIAL: tl.constexpr, CHECK: tl.conste
 
 
 @triton.jit
-def bf16_bytes(e, s):
+def bf16_bytes(e, s, PTX: tl.constexpr):
     """Low and high bytes of four BF16 elements: exponent bytes ``e`` and sign-mantissa bytes ``s``."""
-    return (s & 0x7F7F7F7F) | ((e << 7) & 0x80808080), (s & 0x80808080) | ((e >> 1) & 0x7F7F7F7F)
+    return choose(0x7F7F7F7F, s, e << 7, PTX), choose(0x7F7F7F7F, e >> 1, s, PTX)
 
 
 @triton.jit
@@ -182,8 +182,8 @@ def emit(
     s0 = s.to(tl.uint32)
     s1 = (s >> 32).to(tl.uint32)
     if FORMAT == BF16:
-        low0, high0 = bf16_bytes(e0, s0)
-        low1, high1 = bf16_bytes(e1, s1)
+        low0, high0 = bf16_bytes(e0, s0, PTX)
+        low1, high1 = bf16_bytes(e1, s1, PTX)
         sums = emit_16bit(sums, out, lane, low0, high0, low1, high1, size, PARTIAL, CHECK, PTX)
     if FORMAT == F16:
         h = spread(window(high, tl.minimum(lane, last_lane).to(tl.uint32) * 24, UNBOUNDED, PTX), 3)
