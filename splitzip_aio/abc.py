@@ -197,13 +197,8 @@ class ReadDriver(ABC):
         """
 
     @abstractmethod
-    async def reap(self, *, meanwhile: Callable[[], None] | None = None) -> None:
-        """Return once no read that was given to ``submit`` is under way.
-
-        Args:
-            meanwhile: called whenever something of a read arrived, maybe outside of any task: for what is to be looked
-                at often and deserves no timer of its own.
-        """
+    async def reap(self) -> None:
+        """Return once no read that was given to ``submit`` is under way."""
 
     @abstractmethod
     def statistics(self) -> DriverStatistics:
@@ -379,7 +374,7 @@ class Arena(ABC):
     ) -> None:
         """Begin to decode the segments of a slot into the arena and to check them; returns at once.
 
-        The calls are made now or later: in ``reap`` or a later ``submit``, and ``drained`` in ``recycle`` as well.
+        The calls are made now or later: in ``reap`` or a later ``submit``.
 
         Args:
             memory: the slot; its first ``read.nbytes`` bytes were read, and ``table_bytes`` more may be written.
@@ -391,9 +386,6 @@ class Arena(ABC):
                 of memory, and the range then holds anything.
             trace: called with the times of each stage before ``done``; left out where there is an error.
         """
-
-    def recycle(self) -> None:  # noqa: B027 - an arena may have nothing to look at
-        """Make the ``drained`` calls that are due. Costs next to nothing, and may be called outside of any task."""
 
     @abstractmethod
     async def reap(self) -> None:

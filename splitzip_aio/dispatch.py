@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream
 
 from splitzip_aio.abc import Arena, Fence
 from splitzip_aio.errors import CorruptDataError, ReadError, SplitZipError
@@ -15,8 +14,6 @@ from splitzip_aio.stages import StageClock, Upload
 from splitzip_aio.staging import StagingRing
 
 __all__ = ["Dispatcher"]
-
-_AT_ONCE = 2  # slots begun before other tasks have a turn: a millisecond
 
 
 class Dispatcher:
@@ -27,7 +24,7 @@ class Dispatcher:
     Args:
         arena: where layers are decoded to.
         ring: where the slots are from.
-        source: where filled slots come from.
+        freed: called whenever a slot went back to the ring.
         clock: told of each upload; by default nobody is.
 
     Attributes:
@@ -39,46 +36,51 @@ class Dispatcher:
         self,
         arena: Arena,
         ring: StagingRing,
-        source: MemoryObjectReceiveStream[FilledSlot],
         *,
+        freed: Callable[[], None],
         clock: StageClock | None = None,
     ) -> None:
         self.wire_bytes = 0
         self.decoded_bytes = 0
         self._arena = arena
         self._ring = ring
-        self._source = source
+        self._freed = freed
         self._clock = clock or StageClock()
         self._begun = anyio.Event()
-        self._over = False
+        self._closing = self._over = False
 
-    async def run(self) -> None:
-        """Upload until the prefetcher closes its end, and wait for what was begun."""
-        async with self._source, anyio.create_task_group() as group:
-            group.start_soon(self._reap)
-            async for filled in self._source:
-                self._take(filled)
-                with suppress(anyio.WouldBlock, anyio.EndOfStream):
-                    for _ in range(_AT_ONCE - 1):
-                        self._take(self._source.receive_nowait())
-                self._begun.set()
-            self._over = True
-            self._begun.set()
+    def take(self, filled: FilledSlot) -> None:
+        """Begin to upload a slot, unless nobody wants what is in it any more.
 
-    async def _reap(self) -> None:
-        """Have the arena call back for every upload; nobody else waits for one."""
-        while not self._over:
-            await self._begun.wait()
-            self._begun = anyio.Event()
-            await self._arena.reap()
-
-    def _take(self, filled: FilledSlot) -> None:
-        if filled.load.wanted:
+        Once ``run`` has ended, however it did, slots go back as they are, and their layers remain unsettled: those who
+        wait for one are told why by the transport.
+        """
+        if self._over:
+            self._release(filled)
+        elif filled.load.wanted:
             self._ring.mark_copying(filled.slot)
             self._upload(filled)
+            self._begun.set()
         else:
             self._release(filled)
             filled.load.settle()
+
+    def close(self) -> None:
+        """End ``run`` once what was taken is done; nothing more will be."""
+        self._closing = True
+        self._begun.set()
+
+    async def run(self) -> None:
+        """Have the arena call back for every upload, until ``close``; nobody else waits for one."""
+        try:
+            while True:
+                await self._begun.wait()
+                self._begun = anyio.Event()
+                await self._arena.reap()
+                if self._closing:
+                    return
+        finally:
+            self._over = True
 
     def _upload(self, filled: FilledSlot) -> None:
         slot, read, load = filled.slot, filled.read, filled.load
@@ -101,8 +103,8 @@ class Dispatcher:
         )
 
     def _drained(self, filled: FilledSlot, upload: Upload) -> None:
-        self._release(filled)
         upload.drained()
+        self._release(filled)
 
     def _done(self, filled: FilledSlot, upload: Upload, result: Fence | SplitZipError | None) -> None:
         upload.end()
@@ -119,3 +121,4 @@ class Dispatcher:
         self._ring.release(filled.slot)
         if filled.hold is not None:
             filled.hold.release()
+        self._freed()

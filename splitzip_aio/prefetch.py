@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.lowlevel import checkpoint
-from anyio.streams.memory import MemoryObjectSendStream
 
 from splitzip_aio.abc import Hold, PlannedRead, ReadDriver
 from splitzip_aio.drivers.mapped_file import MappedExtent
-from splitzip_aio.errors import BusyError, CorruptDataError, SplitZipError
+from splitzip_aio.errors import CorruptDataError, SplitZipError
 from splitzip_aio.host_cache import HostHold, HostTier
 from splitzip_aio.loading import FilledSlot, Load
 from splitzip_aio.mapped import MappedPacks
@@ -25,6 +23,8 @@ from splitzip_aio.staging import Slot, StagingRing
 from splitzip_aio.waiting import finish_whatever_comes, wait_whatever_comes
 
 __all__ = ["Prefetcher"]
+
+_TURN_S = 0.001  # of the event loop at a time, as long as there is more to begin
 
 
 class _Fill(NamedTuple):
@@ -37,20 +37,20 @@ class _Fill(NamedTuple):
 
 
 class Prefetcher:
-    """Takes reads from loads, and sends filled slots on.
+    """Takes reads from loads, and hands filled slots on.
 
     As many reads are in flight as there are free slots. A read is chosen only once there is a slot for it, so a load
-    that is cancelled meanwhile costs nothing.
+    that is cancelled meanwhile costs nothing. Whoever frees a slot calls ``go_on``, which begins the next read there
+    and then: a task that waits for slots would cost as much as all else that is done for one.
 
     Args:
         driver: reads into the ring's slots, which are its buffers.
         ring: the staging ring.
         files: packs by index, read by ``driver``; None for one that is missing.
-        output: where filled slots go; it has room for every slot, so the ring alone holds reading back.
+        output: called with every filled slot, in a task.
         tier: where reads are found, and kept for later rounds; None if there is no such place.
         mapped: where reads are found that need not be made, unless there is a ``tier``; None if there is no such place.
         clock: told of each wait; by default nobody is.
-        meanwhile: called whenever something of a read arrived; see ``ReadDriver.reap``.
     """
 
     def __init__(
@@ -58,15 +58,13 @@ class Prefetcher:
         driver: ReadDriver,
         ring: StagingRing,
         files: Sequence[PackSource | None],
-        output: MemoryObjectSendStream[FilledSlot],
+        output: Callable[[FilledSlot], None],
         *,
         tier: HostTier | None = None,
         mapped: MappedPacks | None = None,
         clock: StageClock | None = None,
-        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         self._driver = driver
-        self._meanwhile = meanwhile
         self._ring = ring
         self._files = files
         self._output = output
@@ -74,6 +72,9 @@ class Prefetcher:
         self._mapped = mapped or MappedPacks()
         self._clock = clock or StageClock()
         self._loads: deque[Load] = deque()
+        self._group: TaskGroup | None = None
+        self._going_on = False
+        self._slot_came: Callable[[], None] | None = None
         self._wake = anyio.Event()
         self._begun = anyio.Event()
         self._closing = self._over = False
@@ -84,23 +85,56 @@ class Prefetcher:
         self._wake.set()
 
     def close(self) -> None:
-        """End ``run`` once no submitted load has reads queued, and what is in flight was sent on."""
+        """End ``run`` once no submitted load has reads queued, and what is in flight was handed on."""
         self._closing = True
         self._wake.set()
 
+    def go_on(self) -> None:
+        """Begin the next reads, for which there are slots; for who freed one, in a task of the pipeline."""
+        if self._group is None or self._going_on:  # whoever began calls this finds the slot, too
+            return
+        self._going_on = True
+        try:
+            self._fill_slots(self._group)
+        finally:
+            self._going_on = False
+        if self._closing:
+            self._wake.set()
+
     async def run(self) -> None:
-        """Fill slots until ``close``; then close the output."""
-        async with self._output, anyio.create_task_group() as group:
+        """Fill slots until ``close``."""
+        async with anyio.create_task_group() as group:
             group.start_soon(self._reap)
-            while await self._wait_for_load():
-                slot = await self._acquire()
-                load = self._next_load()
-                if load is None:
-                    self._ring.release(slot)
-                elif self._begin(slot, load, group):
-                    await checkpoint()  # whoever decodes it need not wait until every slot is filled
+            self._group = group
+            try:
+                while not self._closing or self._next_load() is not None:
+                    self._wake = anyio.Event()
+                    self.go_on()
+                    await self._wake.wait()
+            finally:
+                self._group = None
             self._over = True
             self._begun.set()
+
+    def _fill_slots(self, group: TaskGroup) -> None:
+        """Begin reads while there are slots, for a millisecond at most; ``run`` goes on after other tasks' turn."""
+        until = time.perf_counter() + _TURN_S
+        while (load := self._next_load()) is not None:
+            if time.perf_counter() > until:
+                self._wake.set()
+                return
+            slot = self._ring.acquire()
+            if slot is None:
+                if self._slot_came is None:
+                    self._slot_came = self._clock.slot_wait()
+                return
+            if self._slot_came is not None:
+                self._slot_came()
+                self._slot_came = None
+            self._begin(slot, load, group)
+        if self._slot_came is not None:  # what waited for one was cancelled
+            self._slot_came()
+            self._slot_came = None
 
     async def _reap(self) -> None:
         """Have the driver call back for every read; nobody else does.
@@ -109,7 +143,7 @@ class Prefetcher:
         """
         try:
             while True:
-                await self._driver.reap(meanwhile=self._meanwhile)
+                await self._driver.reap()
                 if self._over:
                     return
                 self._begun = anyio.Event()
@@ -120,17 +154,8 @@ class Prefetcher:
             await finish_whatever_comes(self._driver.reap)
             raise
 
-    async def _acquire(self) -> Slot:
-        with suppress(BusyError):
-            return self._ring.acquire_nowait()
-        with self._clock.slot_wait():
-            return await self._ring.acquire()
-
-    def _begin(self, slot: Slot, load: Load, group: TaskGroup) -> bool:
-        """Send on at once what the host tier or a mapping has; read the rest, or have the tier see to it.
-
-        Returns whether that took some time, as locking does what is mapped.
-        """
+    def _begin(self, slot: Slot, load: Load, group: TaskGroup) -> None:
+        """Send on at once what the host tier or a mapping has; read the rest, or have the tier see to it."""
         read = load.take()
         fill = _Fill(slot, load, read, self._clock.read(load.plan.name, slot.index, read.nbytes))
         if self._tier is None:
@@ -141,28 +166,21 @@ class Prefetcher:
                 self._settle(fill, None, extent)
             else:
                 group.start_soon(self._lock, fill, extent)
-            return extent is not None
+            return
         hold = self._tier.find(self._key(read), read.nbytes)
         if hold is not None and self._tier.at_hand(hold, read.nbytes):
             self._settle(fill, None, hold)
         else:
             group.start_soon(self._bring, self._tier, fill, hold)
-        return False
-
-    async def _wait_for_load(self) -> bool:
-        """Wait for a load with something to read; False if there will be none."""
-        while self._next_load() is None:
-            if self._closing:
-                return False
-            self._wake = anyio.Event()
-            await self._wake.wait()
-        return True
 
     def _next_load(self) -> Load | None:
-        while self._loads and not self._loads[0].queued:
-            self._loads.popleft()
-        queued = [load for load in self._loads if load.queued]
-        return next((load for load in queued if load.urgent), queued[0] if queued else None)
+        """The load to read from next; loads without queued reads are forgotten on the way."""
+        loads = self._loads
+        while loads and not loads[0].queued:
+            loads.popleft()
+        if loads and not loads[0].urgent:
+            return next((load for load in loads if load.urgent and load.queued), loads[0])
+        return loads[0] if loads else None
 
     async def _bring(self, tier: HostTier, fill: _Fill, hold: HostHold | None) -> None:
         """Make a read that the host tier wants to keep, or bring what is there and not at hand."""
@@ -239,15 +257,11 @@ class Prefetcher:
         fill.ended()
         if error is None:
             self._ring.mark_ready(fill.slot)
-            # Once streaming broke down nobody takes slots: those who wait for the layer are told why by the transport.
-            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-                self._output.send_nowait(FilledSlot(fill.slot, fill.read, fill.load, hold))
-                return
-        self._ring.release(fill.slot)
-        if hold is not None:
-            hold.release()
-        if error is not None:
+            self._output(FilledSlot(fill.slot, fill.read, fill.load, hold))
+        else:
+            self._ring.release(fill.slot)
             fill.load.settle(error=error)
+            self.go_on()
 
     def _key(self, read: PlannedRead) -> Hashable:
         """What the host tier knows a read by."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
@@ -31,7 +30,7 @@ class _Place(enum.IntEnum):
 
 
 _CONSUMER = len(_Place)
-_DOWNSTREAM_FIRST = (_Place.DECODE, _Place.COPY, _Place.DISK)
+_SLOT, _DISK, _COPY, _DECODE = (int(place) for place in _Place)
 
 
 class StageClock:
@@ -53,14 +52,10 @@ class StageClock:
         self._since = now()
         self._stopped = False
 
-    @contextmanager
-    def slot_wait(self) -> Iterator[None]:
-        """Reads are queued, and one waits for a slot."""
+    def slot_wait(self) -> Callable[[], None]:
+        """Reads are queued, and one waits for a slot; call what is returned when it has one, or is given up."""
         self._change(_Place.SLOT, 1)
-        try:
-            yield
-        finally:
-            self._change(_Place.SLOT, -1)
+        return partial(self._change, _Place.SLOT, -1)
 
     def read(self, layer: str, slot: int, nbytes: int) -> Callable[[], None]:
         """A slot is being filled; call what is returned when it is full, or given up."""
@@ -113,11 +108,14 @@ class StageClock:
         self._waited_for = self._bottleneck()
 
     def _bottleneck(self) -> int:
-        counts = self._counts
-        for place in _DOWNSTREAM_FIRST:
-            if counts[place] > 1 or (counts[place] and not any(counts[:place])):
-                return place
-        return _Place.SLOT if counts[_Place.SLOT] else _CONSUMER
+        slot, disk, copy, decode = self._counts
+        if decode > 1 or (decode and not (copy or disk or slot)):
+            return _DECODE
+        if copy > 1 or (copy and not (disk or slot)):
+            return _COPY
+        if disk > 1 or (disk and not slot):
+            return _DISK
+        return _SLOT if slot else _CONSUMER
 
     def _begin(self, stage: Stage, layer: str, slot: int | None, nbytes: int) -> Callable[[], None]:
         if self._timeline is None:

@@ -22,9 +22,6 @@ from contextlib import suppress
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-import anyio
-from anyio.lowlevel import checkpoint
-
 from splitzip_aio.errors import BusyError, ClosedError, InvalidArgumentError, LayerTooLargeError
 from splitzip_aio.memory import map_anonymous, page_lock, page_unlock
 from splitzip_aio.telemetry import RingStatistics
@@ -39,7 +36,7 @@ PAGE_BYTES = 4096
 _LEAST_FAST_BYTES = 16 << 20  # from there on copies run at the link's full speed
 _MOST_BYTES = 32 << 20  # the event loop spends as long on a slot of any size: half as often as on the least fast ones
 _LEAST_SLOTS = 3  # one being filled, one being copied, one in between
-_ENOUGH_SLOTS = 6  # several are filled at a time; smaller ones instead would cost the event loop more than they bring
+_ENOUGH_SLOTS = 8  # several are filled at a time; smaller ones instead would cost the event loop more than they bring
 
 
 class SlotState(enum.Enum):
@@ -118,7 +115,6 @@ class StagingRing:
             for index, start in enumerate(range(0, slots * self._slot_bytes, self._slot_bytes))
         )
         self._free = deque(self._slots)
-        self._waiters: deque[_Waiter] = deque()
         self._acquired = 0
         self._closed = False
         self._fallback = page_lock(self._memory) if pinned else None
@@ -136,36 +132,20 @@ class StagingRing:
         """Bytes of a slot that reads may fill."""
         return len(self._slots[0].payload)
 
-    def acquire_nowait(self) -> Slot:
-        """Take a free slot; it is READING.
-
-        Raises:
-            BusyError: no slot is free, or others wait for one.
-            ClosedError: the ring is closed.
-        """
-        self._check_open()
-        if self._waiters or not self._free:
-            raise BusyError(f"none of {len(self._slots)} staging slots is free")
-        return self._take()
-
-    async def acquire(self) -> Slot:
-        """Take a free slot, waiting for one in order of arrival; it is READING.
+    def acquire(self) -> Slot | None:
+        """Take a free slot, which is READING then; None while there is none.
 
         Raises:
             ClosedError: the ring is closed.
         """
-        await checkpoint()
-        with suppress(BusyError):
-            return self.acquire_nowait()
-        waiter = _Waiter()
-        self._waiters.append(waiter)
-        try:
-            await waiter.served.wait()
-        except BaseException:
-            self._forget(waiter)
-            raise
-        assert waiter.slot is not None
-        return waiter.slot
+        if self._closed:
+            raise ClosedError("the staging ring is closed")
+        if not self._free:
+            return None
+        slot = self._free.popleft()
+        self._move(slot, SlotState.READING)
+        self._acquired += 1
+        return slot
 
     def mark_ready(self, slot: Slot) -> None:
         """READING ▶ READY: the read is complete."""
@@ -176,10 +156,9 @@ class StagingRing:
         self._move(slot, SlotState.COPYING)
 
     def release(self, slot: Slot) -> None:
-        """Any state but FREE ▶ FREE, or straight on to who waits longest."""
+        """Any state but FREE ▶ FREE."""
         self._move(slot, SlotState.FREE)
         self._free.append(slot)
-        self._serve()
 
     def release_all(self) -> None:
         """Release every slot in use; for when all tasks that used one have ended, however they ended."""
@@ -201,7 +180,6 @@ class StagingRing:
             reading=counts[SlotState.READING],
             ready=counts[SlotState.READY],
             copying=counts[SlotState.COPYING],
-            waiting=len(self._waiters),
             acquired=self._acquired,
         )
 
@@ -243,45 +221,12 @@ class StagingRing:
             raise RuntimeError(f"{slot!r} cannot become {to.value}")
         slot._state = to
 
-    def _take(self) -> Slot:
-        slot = self._free.popleft()
-        self._move(slot, SlotState.READING)
-        self._acquired += 1
-        return slot
-
-    def _serve(self) -> None:
-        while self._free and self._waiters:
-            waiter = self._waiters.popleft()
-            waiter.slot = self._take()
-            waiter.served.set()
-
-    def _forget(self, waiter: _Waiter) -> None:
-        """A waiter was cancelled: out of the queue, or its slot on to the next."""
-        if waiter.slot is not None:
-            self.release(waiter.slot)
-        else:
-            self._waiters.remove(waiter)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the staging ring is closed")
-
-
-class _Waiter:
-    """A task that waits for a slot, and the slot once it has one."""
-
-    __slots__ = ("served", "slot")
-
-    def __init__(self) -> None:
-        self.served = anyio.Event()
-        self.slot: Slot | None = None
-
 
 def split_ring(ring_bytes: int, *, largest_read_bytes: int, table_bytes: Callable[[int], int]) -> tuple[int, int]:
     """Divide a ring of ``ring_bytes`` bytes: how many slots, and how many bytes of each are payload.
 
-    A ring has six slots of 16 to 32 MiB, or more of 32. A smaller one has fewer slots of 16 MiB, but three smaller ones
-    if they can hold ``largest_read_bytes``, the largest segment rounded outward to whole pages; else two or one.
+    A ring has eight slots of 16 to 32 MiB, or more of 32. A smaller one has fewer slots of 16 MiB, but three smaller
+    ones if they can hold ``largest_read_bytes``, the largest segment rounded outward to whole pages; else two or one.
     ``table_bytes`` says how many bytes to keep behind a payload of so many.
 
     Raises:

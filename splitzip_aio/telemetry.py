@@ -22,7 +22,6 @@ class RingStatistics:
         reading: slots that a driver fills.
         ready: slots that are filled and wait for the dispatcher.
         copying: slots that are being copied to the device, or decoded from in place.
-        waiting: tasks that wait for a free slot.
         acquired: how often a slot was taken since the ring was made.
     """
 
@@ -34,7 +33,6 @@ class RingStatistics:
     reading: int
     ready: int
     copying: int
-    waiting: int
     acquired: int
 
 

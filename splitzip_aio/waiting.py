@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import time
+import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 import anyio
 
-__all__ = ["HasFileno", "call_when_readable", "finish_whatever_comes", "wait_whatever_comes"]
+__all__ = ["HasFileno", "Ticker", "call_when_readable", "finish_whatever_comes", "wait_whatever_comes"]
 
 
 class HasFileno(Protocol):
@@ -96,3 +101,51 @@ class _Watch:
                 self.over.set_result(None)
         except BaseException as exc:  # noqa: BLE001 - raised where this is waited for
             self.over.set_exception(exc)
+
+
+class Ticker:
+    """A clock that ticks by a descriptor, for who has nothing better to wait for than the next look.
+
+    An event loop's own timers are no finer than a millisecond, and each costs a task its turn. With
+    ``call_when_readable`` a tick costs a call, and a turn only if there is something to see.
+
+    Args:
+        every_s: seconds between ticks.
+
+    Raises:
+        OSError: there are no descriptors left.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._descriptor: int = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._descriptor < 0:
+            raise OSError(ctypes.get_errno(), "timerfd_create failed")
+        self._finalizer = weakref.finalize(self, os.close, self._descriptor)
+
+    def fileno(self) -> int:
+        """The timer's descriptor, readable once it has ticked."""
+        return self._descriptor
+
+    def start(self) -> None:
+        """Tick from now on."""
+        self._set(self._every_s)
+
+    def stop(self) -> None:
+        """Tick no longer."""
+        self._set(0.0)
+
+    def seen(self) -> None:
+        """Take note of the ticks there were: readable again with the next."""
+        with suppress(BlockingIOError):
+            os.read(self._descriptor, 8)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent."""
+        self._finalizer()
+
+    def _set(self, seconds: float) -> None:
+        each = int(seconds * 1e9)
+        interval_and_first = (ctypes.c_long * 4)(0, each, 0, each)  # struct itimerspec: twice seconds, nanoseconds
+        self._libc.timerfd_settime(self._descriptor, 0, interval_and_first, None)

@@ -136,7 +136,7 @@ class FakeDriver(ReadDriver):
         result = self.failures.get(offset, max(0, min(file.size - offset, nbytes)))
         self._waiting.append((self.gate.arrive(offset), partial(done, result)))
 
-    async def reap(self, *, meanwhile: Callable[[], None] | None = None) -> None:
+    async def reap(self) -> None:
         await settle_waiting(self.gate, self._waiting)
 
     def statistics(self) -> DriverStatistics:

@@ -24,14 +24,18 @@ class Rig:
         self.ring = ring
         self.arena = FakeArena()
         self.loads = Loads()
-        self.input, source = anyio.create_memory_object_stream[FilledSlot](len(ring.slots))
-        self.dispatcher = Dispatcher(self.arena, ring, source)
+        self.freed: list[int] = []
+        self.dispatcher = Dispatcher(self.arena, ring, freed=lambda: self.freed.append(ring.statistics().free))
+
+    def fill(self, load: Load) -> FilledSlot:
+        slot = self.ring.acquire()
+        assert slot is not None
+        self.ring.mark_ready(slot)
+        return FilledSlot(slot, load.take(), load)
 
     def feed(self, load: Load) -> FilledSlot:
-        slot = self.ring.acquire_nowait()
-        self.ring.mark_ready(slot)
-        filled = FilledSlot(slot, load.take(), load)
-        self.input.send_nowait(filled)
+        filled = self.fill(load)
+        self.dispatcher.take(filled)
         return filled
 
 
@@ -46,8 +50,8 @@ async def running(ring: StagingRing) -> AsyncIterator[Rig]:
     rig = Rig(ring)
     async with anyio.create_task_group() as group:
         group.start_soon(rig.dispatcher.run)
-        async with rig.input:
-            yield rig
+        yield rig
+        rig.dispatcher.close()
 
 
 async def test_reads_go_to_the_layers_range(ring: StagingRing) -> None:
@@ -71,6 +75,7 @@ async def test_uploads_overlap_and_each_frees_its_slot(ring: StagingRing) -> Non
         rig.arena.gate.let(rig.arena.gate.arrived.index(256))
         await anyio.wait_all_tasks_blocked()
         assert [slot.state for slot in slots] == [SlotState.COPYING, SlotState.FREE]
+        assert rig.freed == [2]
         assert rig.loads.settled == ["two"]
         rig.arena.gate.let(rig.arena.gate.arrived.index(0))
 
@@ -93,8 +98,10 @@ async def test_wrong_bytes_fail_their_load_and_no_other(ring: StagingRing) -> No
 async def test_what_nobody_wants_is_not_uploaded(ring: StagingRing) -> None:
     async with running(ring) as rig:
         load = rig.loads.make("one", [0])
-        rig.feed(load)
+        filled = rig.fill(load)
         load.cancel()
+        rig.dispatcher.take(filled)
+        assert rig.freed == [3]
     assert rig.arena.uploads == []
     assert rig.loads.settled == ["one"]
     assert ring.statistics().free == 3
@@ -112,8 +119,19 @@ async def test_it_ends_once_what_it_began_is_done(ring: StagingRing) -> None:
         group.start_soon(run)
         rig.feed(rig.loads.make("one", [0]))
         await anyio.wait_all_tasks_blocked()
-        rig.input.close()
+        rig.dispatcher.close()
         await anyio.wait_all_tasks_blocked()
         assert not ended.is_set()
         rig.arena.gate.let(0)
     assert ended.is_set()
+
+
+async def test_after_its_end_slots_go_back_and_nothing_is_uploaded(ring: StagingRing) -> None:
+    """As where streaming broke down: reads that were in flight still arrive."""
+    rig = Rig(ring)
+    with anyio.move_on_after(0.01):
+        await rig.dispatcher.run()
+    rig.feed(rig.loads.make("one", [0]))
+    assert rig.arena.uploads == []
+    assert rig.loads.settled == []
+    assert ring.statistics().free == 3

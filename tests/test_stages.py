@@ -42,6 +42,15 @@ def waited(clock: StageClock) -> dict[str, float]:
 
 
 @contextmanager
+def wanting_a_slot(clock: StageClock) -> Iterator[None]:
+    end = clock.slot_wait()
+    try:
+        yield
+    finally:
+        end()
+
+
+@contextmanager
 def reading(clock: StageClock, layer: str, slot: int, nbytes: int) -> Iterator[None]:
     end = clock.read(layer, slot, nbytes)
     try:
@@ -56,7 +65,7 @@ def test_nothing_on_its_way_waits_for_the_consumer(clock: StageClock, hands: Han
 
 
 def test_a_slot_goes_through_each_stage(clock: StageClock, hands: Hands) -> None:
-    with clock.slot_wait():
+    with wanting_a_slot(clock):
         hands.time += 1
     with reading(clock, "one", 0, 4096):
         hands.time += 2
@@ -91,13 +100,13 @@ def test_a_backlog_is_what_is_waited_for_however_much_is_read(
             work.enter_context(reading(clock, "one", slot, 4096))
         for slot in range(3, 5):
             work.enter_context(clock.upload("one", slot, 4096, 6000, in_place=in_place))
-        work.enter_context(clock.slot_wait())
+        work.enter_context(wanting_a_slot(clock))
         hands.time += 5
     assert waited(clock) == {expected: 5}
 
 
 def test_a_ring_of_one_slot_waits_for_it(clock: StageClock, hands: Hands) -> None:
-    with clock.slot_wait(), clock.upload("one", 0, 4096, 6000, in_place=False):
+    with wanting_a_slot(clock), clock.upload("one", 0, 4096, 6000, in_place=False):
         hands.time += 5
     assert waited(clock) == {"slot": 5}
 

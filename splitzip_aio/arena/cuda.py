@@ -6,10 +6,10 @@ A slot is copied to a landing buffer on the *copy stream*, and decoded from ther
     copy stream      wait(landing buffer is read) ▶ copy slot ▶ record(copied)          copied: the slot is free
     upload stream    wait(copied) ▶ decode, one launch ▶ copy checksums back ▶ record(ready)
 
-So the next slot is copied while this one is decoded. Both events are asked for whenever a slot is submitted, and every
-millisecond or so, the first one also whenever something was read. Then the checksums are compared, and only then is
-anything handed out. A thread that waited for events would have to get the interpreter's lock back before it could tell
-anyone; asking costs half a microsecond, and the events of a stream come in order.
+So the next slot is copied while this one is decoded. Both events are asked for whenever a slot is submitted, and four
+times a millisecond. Then the checksums are compared, and only then is anything handed out. A thread that waited for
+events would have to get the interpreter's lock back before it could tell anyone; asking costs a microsecond, and the
+events of a stream come in order.
 
 What a read's headers say is checked when it comes by for the first time, and the decode table made of it is kept. Later
 on the device goes by that table: whatever the slot then holds, nothing is read or written out of range, and wrong bytes
@@ -22,7 +22,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Self
 
 import anyio
 import anyio.to_thread
@@ -31,6 +30,8 @@ import torch
 
 from splitzip_aio.abc import Fence, PlannedRead, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
+from splitzip_aio.arena.cuda_driver import CudaDriver, host_address
+from splitzip_aio.codec.gpu import PreparedDecode
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
 from splitzip_aio.errors import (
@@ -41,21 +42,42 @@ from splitzip_aio.errors import (
     UnsupportedError,
 )
 from splitzip_aio.timeline import Stage
+from splitzip_aio.waiting import Ticker, call_when_readable
 
 __all__ = ["CudaArena"]
 
 _LANDING_BUFFERS = 3  # one being written, one being read, one between them
 _VERDICTS = 16  # made with the arena, so that no slot of the usual rings waits for one
 _DESTINATION_ALIGN = 16
-_ASK_EVERY_S = 0.0005  # less than a slot of 16 MiB takes on any link; asyncio makes a millisecond of it
+_ASK_EVERY_S = 0.00025  # less than a slot of 16 MiB takes on any link
 
 
-@dataclass(slots=True)
 class _Landing:
     """A device buffer of a slot's size, and the event after which it may be written again."""
 
-    buffer: torch.Tensor
-    read: torch.cuda.Event | None = None
+    __slots__ = ("address", "buffer", "read")
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.address = buffer.data_ptr()
+        self.read: torch.cuda.Event | None = None
+
+
+class _Verdict:
+    """Page-locked room for the checksums of a slot as the device found them."""
+
+    __slots__ = ("address", "found", "memory")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.address = memory.data_ptr()
+        self.found = memory.numpy().view(np.uint64)
+
+    @classmethod
+    def make(cls, count: int) -> list[_Verdict]:
+        """So many, page-locked at once, since that takes a millisecond."""
+        memory = torch.empty((count, MAX_SLOT_SEGMENTS), dtype=torch.int64, pin_memory=True)
+        return [cls(row) for row in memory]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +86,7 @@ class _Upload:
 
     Attributes:
         read: what is in it.
-        table: its table.
+        decode: how it is decoded.
         verdict: the checksums that the device found, valid after ``ready``.
         copied, ready: the ends of copy and decode.
         starts: those of copy and decode, where someone wants to know the times.
@@ -72,8 +94,8 @@ class _Upload:
     """
 
     read: PlannedRead
-    table: SlotTable
-    verdict: torch.Tensor
+    decode: PreparedDecode
+    verdict: _Verdict
     copied: torch.cuda.Event
     ready: torch.cuda.Event
     starts: tuple[torch.cuda.Event, torch.cuda.Event] | None
@@ -101,20 +123,29 @@ class CudaArena(BufferArena):
         from splitzip_aio.codec.gpu import GpuSplitZipDecoder
 
         super().__init__(_device_bytes(checked_capacity(capacity_bytes), device, "arena_bytes"))
-        self._landing = [_Landing(_device_bytes(slot_bytes, device, "ring_bytes")) for _ in range(_LANDING_BUFFERS)]
-        self._next_landing = 0
+        self._landing = deque(
+            _Landing(_device_bytes(slot_bytes, device, "ring_bytes")) for _ in range(_LANDING_BUFFERS)
+        )
         self._decoder = GpuSplitZipDecoder()
         self._copy_stream = torch.cuda.Stream(device)
         self._upload_stream = torch.cuda.Stream(device)
         # torch's allocator hands out memory that earlier work of the current stream may still use.
         for stream in (self._copy_stream, self._upload_stream):
             stream.wait_stream(torch.cuda.current_stream(device))
-        self._verdicts = list(_new_verdicts(_VERDICTS))
+        with torch.cuda.device(device):
+            self._driver = CudaDriver()
+        self._verdicts = _Verdict.make(_VERDICTS)
         self._clock: _DeviceClock | None = None
         self._address = self.buffer.data_ptr()
-        self._tables: dict[PlannedRead, SlotTable] = {}  # a read's headers are examined once
+        self._decodes: dict[PlannedRead, PreparedDecode] = {}  # a read's headers are examined once
         self._copying: deque[_Upload] = deque()
         self._decoding: deque[_Upload] = deque()
+        try:
+            self._ticker = Ticker(_ASK_EVERY_S)
+        except OSError as exc:
+            raise TransportError(
+                f"no descriptor for a timer ({exc}); raise the limit on open files (ulimit -n)"
+            ) from exc
 
     @staticmethod
     def table_bytes(payload_bytes: int) -> int:
@@ -133,13 +164,13 @@ class CudaArena(BufferArena):
     ) -> None:
         """Begin to decode the segments of a slot into the arena; see ``splitzip_aio.abc.Arena.submit``."""
         try:
-            table = self._table(memory, read)
+            decode = self._prepared(memory, read)
         except SplitZipError as error:  # the device has been given nothing
             drained()
             done(error)
         else:
             try:
-                upload = self._begin(memory, read, base, table, drained, done, trace)
+                upload = self._begin(memory, read, base, decode, drained, done, trace)
             except RuntimeError as exc:  # torch's OutOfMemoryError is one, and what Triton raises
                 failure = self._out_of_memory(read, exc)
                 drained()
@@ -149,16 +180,17 @@ class CudaArena(BufferArena):
                 self._decoding.append(upload)
         self._settle()
 
-    def recycle(self) -> None:
-        """Make the ``drained`` calls that are due. Events of the copy stream fire in order."""
-        while self._copying and self._copying[0].copied.query():
-            self._copying.popleft().drained()
-
     async def reap(self) -> None:
         """Return once nothing that was submitted is under way."""
-        while self._decoding:
-            await anyio.sleep(_ASK_EVERY_S)
-            self._settle()
+        if not self._decoding:
+            return
+        self._ticker.start()
+        try:
+            while self._decoding:
+                await call_when_readable(self._ticker, self._ticker.seen, self._nothing_due)
+                self._settle()
+        finally:
+            self._ticker.stop()
 
     def fence(self) -> Fence | None:
         """The end of what the caller's current stream has been given so far."""
@@ -177,21 +209,23 @@ class CudaArena(BufferArena):
         self._buffer = None
         self._landing.clear()
         self._verdicts.clear()
-        self._tables.clear()
+        self._decodes.clear()
+        self._ticker.close()
 
-    def _table(self, memory: memoryview, read: PlannedRead) -> SlotTable:
-        """The table of a read, made when it comes by for the first time."""
-        table = self._tables.get(read)
-        if table is None:
-            table = self._tables[read] = _table(memory[: read.nbytes], read)
-        return table
+    def _prepared(self, memory: memoryview, read: PlannedRead) -> PreparedDecode:
+        """How a read is decoded, found out when it comes by for the first time."""
+        decode = self._decodes.get(read)
+        if decode is None:
+            table = _table(memory[: read.nbytes], read)
+            decode = self._decodes[read] = self._decoder.prepare(read.nbytes, table)
+        return decode
 
     def _begin(
         self,
         memory: memoryview,
         read: PlannedRead,
         base: int,
-        table: SlotTable,
+        decode: PreparedDecode,
         drained: Callable[[], None],
         done: Callable[[Fence | SplitZipError | None], None],
         trace: StageTrace | None,
@@ -200,29 +234,32 @@ class CudaArena(BufferArena):
         timed = trace is not None
         if timed and self._clock is None:
             self._clock = _DeviceClock(self._copy_stream)
+        table = decode.table
         table.write(memory[read.nbytes :], self._address + base)
-        landing = self._landing[self._next_landing]
-        self._next_landing = (self._next_landing + 1) % len(self._landing)
-        source = torch.frombuffer(memory, dtype=torch.uint8, count=read.nbytes + table.nbytes)
-        verdict = self._verdicts.pop() if self._verdicts else _new_verdicts(1)[0]
+        landing = self._landing[0]
+        self._landing.rotate(-1)
+        verdict = self._verdicts.pop() if self._verdicts else _Verdict.make(1)[0]
         copied, ready = torch.cuda.Event(enable_timing=timed), torch.cuda.Event(enable_timing=timed)
         starts = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) if timed else None
-        with _CurrentStream(self._copy_stream) as current:
+        copy_stream, upload_stream = self._copy_stream, self._upload_stream
+        with self._driver:
             if landing.read is not None:
-                landing.read.wait(self._copy_stream)
+                landing.read.wait(copy_stream)
             if starts is not None:
-                starts[0].record(self._copy_stream)
-            landing.buffer[: source.numel()].copy_(source, non_blocking=True)
-            copied.record(self._copy_stream)
-            current.change(self._upload_stream)
-            copied.wait(self._upload_stream)
+                starts[0].record(copy_stream)
+            self._driver.copy_to_device(
+                landing.address, host_address(memory), read.nbytes + table.nbytes, copy_stream.cuda_stream
+            )
+            copied.record(copy_stream)
+            copied.wait(upload_stream)
             if starts is not None:
-                starts[1].record(self._upload_stream)
-            results = self._decoder.decode_slot(landing.buffer, read.nbytes, table)
-            verdict[: len(read.segments)].copy_(results, non_blocking=True)
-            ready.record(self._upload_stream)
+                starts[1].record(upload_stream)
+            decode.launch(landing.buffer, landing.address, upload_stream)
+            results = landing.address + read.nbytes + table.results
+            self._driver.copy_to_host(verdict.address, results, 8 * len(read.segments), upload_stream.cuda_stream)
+            ready.record(upload_stream)
         landing.read = ready
-        return _Upload(read, table, verdict, copied, ready, starts, drained, done, trace)
+        return _Upload(read, decode, verdict, copied, ready, starts, drained, done, trace)
 
     def _out_of_memory(self, read: PlannedRead, cause: RuntimeError) -> TransportError:
         """What to say of an upload that failed for want of memory. What it had begun is over when this returns.
@@ -241,9 +278,16 @@ class CudaArena(BufferArena):
         error.__cause__ = cause.with_traceback(None)  # whose frames look at the slot
         return error
 
+    def _nothing_due(self) -> bool:
+        """Whether no call is to be made now. Events of a stream fire in order, and a slot's copy before its decode."""
+        if self._copying:
+            return not self._copying[0].copied.query()
+        return bool(self._decoding) and not self._decoding[0].ready.query()
+
     def _settle(self) -> None:
-        """Make the calls that are due. Events of a stream fire in order, and a slot's copy before its decode."""
-        self.recycle()
+        """Make the calls that are due."""
+        while self._copying and self._copying[0].copied.query():
+            self._copying.popleft().drained()
         while self._decoding and self._decoding[0].ready.query():
             upload = self._decoding.popleft()
             if self._copying and self._copying[0] is upload:  # was copied since it was asked
@@ -254,14 +298,16 @@ class CudaArena(BufferArena):
             upload.done(upload.ready if error is None else error)
 
     def _check(self, upload: _Upload) -> CorruptDataError | None:
-        found = upload.verdict[: len(upload.read.segments)].numpy().view(np.uint64).copy()
-        self._verdicts.append(upload.verdict)
-        for place in upload.table.failures(found):
-            return CorruptDataError(
+        table, found = upload.decode.table, upload.verdict.found[: len(upload.read.segments)]
+        error = None
+        if not (found == table.checksums).all():
+            place = table.failures(found)[0]
+            error = CorruptDataError(
                 f"{upload.read.where(place)}: decoded bytes have checksum {found[place]:016x}, expected "
-                f"{upload.table.checksums[place]:016x}; rebuild the cache"
+                f"{table.checksums[place]:016x}; rebuild the cache"
             )
-        return None
+        self._verdicts.append(upload.verdict)
+        return error
 
     def _report(self, upload: _Upload, trace: StageTrace) -> None:
         """Say when a finished upload was copied and decoded."""
@@ -273,32 +319,9 @@ class CudaArena(BufferArena):
     def _wait_before_reuse(self, fences: Iterable[Fence]) -> None:
         fences = list(fences)
         if fences:
-            with _CurrentStream(self._upload_stream):
+            with torch.cuda.stream(self._upload_stream):
                 for fence in fences:
                     fence.wait()
-
-
-class _CurrentStream:
-    """``torch.cuda.stream`` for streams of one device, and without its search for the device, which takes longer."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream
-        self._index = int(stream.device_index)
-
-    def __enter__(self) -> Self:
-        self._device = torch.cuda.current_device()
-        self._previous = torch.cuda.current_stream(self._index)
-        self.change(self._stream)
-        return self
-
-    def change(self, stream: torch.cuda.Stream) -> None:
-        """Make another stream of the device the current one."""
-        torch.cuda.set_stream(stream)
-
-    def __exit__(self, *_: object) -> None:
-        self.change(self._previous)
-        if self._device != self._index:
-            torch.cuda.set_device(self._device)
 
 
 class _DeviceClock:
@@ -343,8 +366,3 @@ def _device_bytes(nbytes: int, device: torch.device, option: str) -> torch.Tenso
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as exc:
         raise InvalidArgumentError(f"{option}: {device} has no {nbytes} bytes left; give less") from exc
-
-
-def _new_verdicts(count: int) -> torch.Tensor:
-    """(count, segments) int64: room for the checksums of so many slots. Page-locking it takes a millisecond."""
-    return torch.empty((count, MAX_SLOT_SEGMENTS), dtype=torch.int64, pin_memory=True)

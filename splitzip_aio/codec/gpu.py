@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from splitzip_aio.codec.formats import ElementFormat
+from splitzip_aio.codec.formats import BF16, ElementFormat
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.launch import KernelLauncher
 from splitzip_aio.codec.layout import SEGMENT_ALIGN, TILE_ELEMENTS
@@ -20,7 +21,7 @@ from splitzip_aio.codec.slot_table import TOP16_TILE_ELEMENTS, Launch, SlotTable
 from splitzip_aio.codec.tensors import PayloadMeta
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
 
-__all__ = ["GpuSplitZipDecoder", "PendingDecode", "interpreted", "triton_available"]
+__all__ = ["GpuSplitZipDecoder", "PendingDecode", "PreparedDecode", "interpreted", "triton_available"]
 
 _DESTINATION_ALIGN = 16
 
@@ -63,6 +64,42 @@ class PendingDecode:
                 f"{self.where}, segment {place}: decoded bytes have checksum {found[place]:016x}, "
                 f"expected {self.table.checksums[place]:016x}; encode the tensor again"
             )
+
+
+class PreparedDecode:
+    """The launches of a table, made for one slot after another on one device at little cost.
+
+    Attributes:
+        table: the table.
+    """
+
+    def __init__(self, decoder: GpuSplitZipDecoder, table_offset: int, table: SlotTable) -> None:
+        self.table = table
+        self._decoder = decoder
+        self._table_offset = table_offset
+        self._launches: list[Callable[[int, int], None]] | None = None
+
+    def launch(self, slot: torch.Tensor, address: int, stream: torch.cuda.Stream) -> None:
+        """Decode ``slot``, which is at ``address``, as ``decode_slot`` does, on ``stream``.
+
+        The stream's device must be the current one. The first time takes longer: kernels may have to be compiled.
+        """
+        if self._launches is None:
+            with torch.cuda.stream(stream):
+                self._launches = [self._first(slot, launch) for launch in self.table.launches]
+            return
+        for again in self._launches:
+            again(address, stream.cuda_stream)
+
+    def _first(self, slot: torch.Tensor, launch: Launch) -> Callable[[int, int], None]:
+        """Make a launch; returns what makes it again, for another address."""
+        compiled, arguments = self._decoder.launch(slot, self._table_offset, self.table, launch)
+        run = compiled[(launch.tiles, 1, 1)]
+
+        def again(address: int, stream: int) -> None:
+            run(address, *arguments, stream=stream)
+
+        return again
 
 
 class GpuSplitZipDecoder:
@@ -109,9 +146,13 @@ class GpuSplitZipDecoder:
                 f"{slot.data_ptr():#x}"
             )
         for launch in table.launches:
-            self._launch(slot, table_offset, table, launch)
+            self.launch(slot, table_offset, table, launch)
         start = table_offset + table.results
         return slot[start : start + 8 * len(table.checksums)].view(torch.int64)
+
+    def prepare(self, table_offset: int, table: SlotTable) -> PreparedDecode:
+        """What ``decode_slot`` does for a table, for who decodes slots with the same one again and again."""
+        return PreparedDecode(self, table_offset, table)
 
     def decode_in_place(
         self, target: torch.Tensor, payload_bytes: int, table: SlotTable, stash: torch.Tensor
@@ -169,10 +210,18 @@ class GpuSplitZipDecoder:
             ready.record()
         return PendingDecode(table, found, ready, "payload")
 
-    def _launch(self, slot: torch.Tensor, table_offset: int, table: SlotTable, launch: Launch) -> None:
+    def launch(
+        self, slot: torch.Tensor, table_offset: int, table: SlotTable, launch: Launch
+    ) -> tuple[Any, tuple[int, ...]]:
+        """Make one launch of a table on the current stream.
+
+        Returns:
+            What was compiled, None in the interpreter; and its arguments but for the slot.
+        """
         offsets = table_offset, table_offset + table.results, table_offset + table.tiles + 4 * launch.first
         constants, options = self._settings(launch, slot)
-        self._launcher.launch(self._kernel, launch.tiles, (slot, *offsets), constants, **options)
+        compiled = self._launcher.launch(self._kernel, launch.tiles, (slot, *offsets), constants, **options)
+        return compiled, (*offsets, *constants.values())
 
     def _settings(self, launch: Launch, slot: torch.Tensor) -> tuple[dict[str, bool | int], dict[str, int]]:
         """Constants and compiler options of a launch, made once for each kind."""
@@ -190,14 +239,16 @@ class GpuSplitZipDecoder:
                 "CHECK": self._checksum,
                 "PTX": ptx,
             }
-            options = {"maxnreg": _registers(launch.schedule)} if ptx else {}
+            options = {"maxnreg": _registers(launch)} if ptx else {}
             settings = self._kinds[kind] = constants, options
         return settings
 
 
-def _registers(schedule: Schedule | None) -> int:
+def _registers(launch: Launch) -> int:
     """Registers a thread may use: fewer keep more warps in flight, too few spill. Measured on an H200."""
-    return 80 if schedule is not None and len(schedule.widths) <= 2 else 96
+    if launch.schedule is None or len(launch.schedule.widths) > 3:
+        return 96
+    return 72 if launch.fmt == BF16 else 80 if len(launch.schedule.widths) <= 2 else 96
 
 
 def _parse(payload: torch.Tensor, meta: PayloadMeta) -> tuple[SegmentHeaders, NDArray[np.int64]]:

@@ -26,20 +26,26 @@ class KernelLauncher:
         arguments: tuple[torch.Tensor | int, ...],
         constants: Mapping[str, bool | int],
         **options: Any,
-    ) -> None:
+    ) -> Any:
         """Launch ``kernel`` on the current stream with ``arguments``, and ``constants`` in the order of its signature.
 
         The device of the first argument must be the current one.
+
+        Returns:
+            What was compiled; None in the interpreter. ``compiled[(programs, 1, 1)](*arguments, *constants.values(),
+            stream=...)`` launches it again, and takes addresses, as aligned as these, for tensors.
         """
         device, aligned = _facts(arguments)
         key = (kernel, device, aligned, *constants.items())
         compiled = self._compiled.get(key)
         if compiled is not None:
             compiled[(programs, 1, 1)](*arguments, *constants.values())
-            return
+            return compiled
         compiled = kernel[(programs,)](*arguments, **constants, num_warps=1, **options)
-        if device.type == "cuda":
-            self._compiled[key] = compiled
+        if device.type != "cuda":
+            return None
+        self._compiled[key] = compiled
+        return compiled
 
 
 def _facts(arguments: tuple[torch.Tensor | int, ...]) -> tuple[torch.device, tuple[bool, ...]]:

@@ -78,11 +78,11 @@ class Launch:
     tiles: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class SlotTable:
     """A slot's table: where its parts are, from the table's start, and what the checksums must come to.
 
-    ``contents`` are its bytes, with destinations that count from an address given to ``write``.
+    ``contents`` are its bytes, with destinations that count from the address it was last ``written_for``.
     """
 
     launches: tuple[Launch, ...]
@@ -91,6 +91,7 @@ class SlotTable:
     nbytes: int
     checksums: NDArray[np.uint64]
     contents: NDArray[np.uint8]
+    written_for: int = 0
 
     @classmethod
     def build(
@@ -138,9 +139,10 @@ class SlotTable:
 
     def write(self, view: memoryview, address: int) -> None:
         """Write the table into ``view``, for segments that are decoded to where ``address`` is the start."""
-        table = np.frombuffer(view, np.uint8, count=self.nbytes)
-        table[:] = self.contents
-        table[: self.results].view(_DESCRIPTOR)["destination"] += address
+        if address != self.written_for:
+            self.contents[: self.results].view(_DESCRIPTOR)["destination"] += address - self.written_for
+            self.written_for = address
+        view[: self.nbytes] = self.contents.data
 
     def failures(self, results: NDArray[np.uint64]) -> list[int]:
         """Indices of the segments whose checksum, from the device, is not what their header says."""

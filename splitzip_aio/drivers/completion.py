@@ -41,7 +41,7 @@ class CompletionDriver(ReadDriver):
     deques: a demand for what is needed now must not wait behind all that is read ahead, so urgent extents go
     first, and among themselves in order. What the kernel already has is not overtaken.
 
-    Reads that the page cache serves are copies by a core each, and there are not more of them than three quarters of
+    Reads that the page cache serves are copies by a core each, and there are not more of them than seven eighths of
     the cores: beyond that they only take time from whoever decodes, or runs this loop.
 
     **Cancellation.** A buffer is the kernel's until its completion arrived: a read of a regular file that the
@@ -77,10 +77,9 @@ class CompletionDriver(ReadDriver):
         self._led = False
         self._closed = False
         self._submitted = 0
-        self._copies = max(1, len(os.sched_getaffinity(0)) * 3 // 4)
+        self._copies = max(1, len(os.sched_getaffinity(0)) * 7 // 8)
         self._copying = 0
         self._patient: list[Until] = []
-        self._meanwhile: Callable[[], None] | None = None
         self._token: object = None
         self._process = os.getpid()
         self._outcome = Outcome()
@@ -159,9 +158,8 @@ class CompletionDriver(ReadDriver):
             operation.withdraw(exc)
         operation.wake()  # it may be done: there was nothing to read
 
-    async def reap(self, *, meanwhile: Callable[[], None] | None = None) -> None:
+    async def reap(self) -> None:
         """Return once no read that was given to ``submit`` is under way; see ``ReadDriver.reap``."""
-        self._meanwhile = meanwhile
         await self._wait_until(lambda: not self._submitted)
 
     def statistics(self) -> DriverStatistics:
@@ -327,8 +325,6 @@ class CompletionDriver(ReadDriver):
             elif operation.done:
                 operation.wake()
         self._pump()
-        if self._meanwhile is not None:
-            self._meanwhile()
 
     def _pump(self) -> None:
         """Begin as many queued extents as there is room for: urgent ones first, then the oldest."""

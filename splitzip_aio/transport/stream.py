@@ -63,18 +63,16 @@ class Transport:
         self._token = current_token()
         self._process = os.getpid()
         self._clock = StageClock(parts.timeline)
-        send, receive = anyio.create_memory_object_stream[FilledSlot](len(parts.ring.slots))
         self._prefetcher = Prefetcher(
             parts.driver,
             parts.ring,
             parts.files,
-            send,
+            self._hand_on,
             tier=parts.tier,
             mapped=parts.mapped,
             clock=self._clock,
-            meanwhile=parts.arena.recycle,
         )
-        self._dispatcher = Dispatcher(parts.arena, parts.ring, receive, clock=self._clock)
+        self._dispatcher = Dispatcher(parts.arena, parts.ring, freed=self._prefetcher.go_on, clock=self._clock)
         self._residency = Residency(
             parts.arena,
             parts.plan,
@@ -218,10 +216,14 @@ class Transport:
     async def _stream(self) -> None:
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(self._prefetcher.run)
                 group.start_soon(self._dispatcher.run)
+                await self._prefetcher.run()
+                self._dispatcher.close()
         except Exception as exc:  # noqa: BLE001 - whatever it is, those who wait must hear of it
             self._break_down(exc)
+
+    def _hand_on(self, filled: FilledSlot) -> None:
+        self._dispatcher.take(filled)
 
     def _break_down(self, cause: Exception) -> None:
         logger.error("streaming broke down", exc_info=cause)

@@ -34,7 +34,7 @@ class Failing(CudaArena):
         self._copy_stream = self._upload_stream = Stream(self.events)
         self._copying, self._decoding = deque(), deque()
 
-    def _table(self, *_: object) -> None:
+    def _prepared(self, *_: object) -> None:
         return None
 
     def _begin(self, *_: object) -> None:

@@ -48,21 +48,6 @@ async def test_every_read_is_called_back_once(
     assert (statistics.in_flight, statistics.queued) == (0, 0)
 
 
-async def test_whoever_reaps_can_look_at_something_else_often(
-    driver_name: Any, io: IOMode, make_slots: Any, open_for: Any, big_file: Path
-) -> None:
-    slots = make_slots(1)
-    async with open_driver(driver_name, buffers=slots.views, queue_depth=2) as driver:
-        file = open_for(driver, big_file, io)
-        looks: list[int] = []
-        results: Results = {}
-        submit(driver, file, 0, results, offset=0, nbytes=3 * MIB)
-        await driver.reap(meanwhile=lambda: looks.append(driver.statistics().reads))
-    assert looks
-    assert looks[0] == 0  # before anybody is told
-    assert results == {0: 3 * MIB}
-
-
 async def test_beside_reads_that_are_waited_for(
     driver_name: Any, io: IOMode, make_slots: Any, open_for: Any, big_file: Path
 ) -> None:

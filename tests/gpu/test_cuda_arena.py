@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 import torch
@@ -123,20 +124,38 @@ async def test_the_drained_slot_may_be_overwritten_at_once(filled: Filled) -> No
 
 
 async def test_a_slot_is_given_back_before_the_verdict_is_in(filled: Filled) -> None:
+    """The decode has to wait for someone who still uses the range; the copy has not."""
     calls: list[str] = []
+    busy, range_offset = torch.cuda.Stream(), filled.arena.allocate(8 * ELEMENTS)
+    assert range_offset == 0
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(LONG_NS)
+        fence = filled.arena.fence()
+    assert fence is not None
+    filled.arena.free(range_offset, after=[fence])
     filled.arena.submit(
         filled.ring.slots[3].memory,
         filled.reads[3],
-        filled.base(3),
-        drained=lambda: calls.append("drained"),
+        range_offset,
+        drained=lambda: calls.append(f"drained, verdict {'in' if fence.query() else 'out'}"),
         done=lambda result: calls.append("done"),
     )
-    torch.cuda.synchronize()
-    filled.arena.recycle()
-    assert calls in (["drained"], ["drained", "done"])  # the latter if it was over before submit returned
     await filled.arena.reap()
-    assert calls == ["drained", "done"]
-    filled.check(3)
+    assert calls == ["drained, verdict out", "done"]
+    filled.check(3, base=range_offset)
+
+
+async def test_slots_are_uploaded_from_a_thread_that_never_used_the_device(filled: Filled) -> None:
+    await anyio.to_thread.run_sync(anyio.run, filled.upload, 2)
+    filled.check(2)
+
+
+async def test_a_table_follows_its_layer_to_another_place(filled: Filled) -> None:
+    for base in (filled.base(4), filled.base(9), filled.base(0), filled.base(4)):
+        filled.arena.buffer.fill_(0)
+        torch.cuda.synchronize()
+        await filled.upload(4, base=base)
+        filled.check(4, base=base)
 
 
 @pytest.mark.parametrize("place", [0, 3])

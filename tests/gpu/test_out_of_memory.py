@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from splitzip_aio.arena import cuda
-from splitzip_aio.codec.gpu import GpuSplitZipDecoder
+from splitzip_aio.codec.gpu import PreparedDecode
 from splitzip_aio.errors import InvalidArgumentError, TransportError
 from splitzip_aio.transport import open_transport
 from tests.transport.conftest import sample
@@ -68,12 +68,12 @@ def allocated() -> int:
 async def test_in_the_middle_of_a_layer(sample: Sample, monkeypatch: pytest.MonkeyPatch, what: str, first: int) -> None:
     """The one layer fails, its neighbours come, and the same layer asked for again comes in the same memory."""
     if what == "decode":
-        refusal = Refusal(GpuSplitZipDecoder.decode_slot, first)
-        monkeypatch.setattr(GpuSplitZipDecoder, "decode_slot", refusal.function)
+        refusal = Refusal(PreparedDecode.launch, first)
+        monkeypatch.setattr(PreparedDecode, "launch", refusal.function)
     else:
         monkeypatch.setattr(cuda, "_VERDICTS", 0)
-        refusal = Refusal(cuda._new_verdicts, first + 1)  # the first call is the arena's own, for none
-        monkeypatch.setattr(cuda, "_new_verdicts", refusal.function)
+        refusal = Refusal(cuda._Verdict.make, first + 1)  # the first call is the arena's own, for none
+        monkeypatch.setattr(cuda._Verdict, "make", refusal.function)
     async with open_transport(
         sample.root, device="cuda", ring_bytes=RING_BYTES, arena_bytes=LAYER_BYTES, io="buffered"
     ) as transport:
@@ -101,12 +101,12 @@ async def test_in_the_middle_of_a_layer(sample: Sample, monkeypatch: pytest.Monk
 
 async def test_every_upload_fails_and_then_none(sample: Sample, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred failures on one transport lose no slot and no byte of the arena."""
-    refusal = Refusal(GpuSplitZipDecoder.decode_slot, 0, 1 << 30)
+    refusal = Refusal(PreparedDecode.launch, 0, 1 << 30)
     async with open_transport(sample.root, device="cuda", ring_bytes=RING_BYTES, arena_bytes=LAYER_BYTES) as transport:
         await sample.check_prefetch(transport, "blocks.0")
         before = allocated()
         with monkeypatch.context() as patch:
-            patch.setattr(GpuSplitZipDecoder, "decode_slot", refusal.function)
+            patch.setattr(PreparedDecode, "launch", refusal.function)
             for number in range(100):
                 with pytest.raises(TransportError, match="ran out of memory"):
                     await transport.prefetch(f"blocks.{1 + number % 9}")
