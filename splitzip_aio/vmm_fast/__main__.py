@@ -21,6 +21,8 @@ Add to the program, after the model was loaded and its hook applied:
     from splitzip_aio.vmm_fast import enable_splitzip_fast_transport
 
     transport = enable_splitzip_fast_transport(loaded.hook, {cache!r})
+
+and give its DynamicOffloadConfig vmm_page_mb=64, unless the weight budget is below 512 MiB.
 """
 
 

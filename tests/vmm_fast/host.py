@@ -23,10 +23,11 @@ POISON = 0xA5
 class HostArena:
     """Ranges are resident within a budget; the last ones in it go first, and what goes is poisoned."""
 
-    def __init__(self, size: int, budget: int) -> None:
+    def __init__(self, size: int, budget: int, page_size: int = PAGE) -> None:
         self.memory = torch.full((size,), POISON, dtype=torch.uint8)
         self.budget = budget
         self.backing = "device"
+        self.page_size = page_size
         self.closed = False
         self.resident: dict[tuple[int, int], int] = {}
         self.pins: dict[tuple[int, int], int] = {}
@@ -35,7 +36,9 @@ class HostArena:
     @property
     def info(self) -> NativeModelArenaInfo:
         used = sum(size for _, size in self.resident)
-        return NativeModelArenaInfo(self.memory.data_ptr(), self.memory.numel(), PAGE, used, self.memory.numel())
+        return NativeModelArenaInfo(
+            self.memory.data_ptr(), self.memory.numel(), self.page_size, used, self.memory.numel()
+        )
 
     @property
     def residency_counters(self) -> dict[str, int]:
@@ -134,8 +137,8 @@ class HostFile:
 class HostLibrary:
     """Makes the above in place of CUDA's."""
 
-    def create_model_arena(self, size: int, *, resident_budget_bytes: int, **_: Any) -> HostArena:
-        return HostArena(size, resident_budget_bytes)
+    def create_model_arena(self, size: int, *, resident_budget_bytes: int, page_size_bytes: int, **_: Any) -> HostArena:
+        return HostArena(size, resident_budget_bytes, page_size_bytes or PAGE)
 
     def create_host_ring(self, slot_bytes: int, slots: int, **_: Any) -> HostRing:
         return HostRing(slot_bytes, slots)
@@ -265,13 +268,16 @@ class Consumer:
     adapter: Any = None
     shards: list[Path] = field(default_factory=list)
 
-    def attach(self, budget: int, *, library: Any | None = None, slot_bytes: int = 16 << 10) -> None:
+    def attach(
+        self, budget: int, *, library: Any | None = None, slot_bytes: int = 16 << 10, page_bytes: int = 0
+    ) -> None:
         """Hand the weights over to an arena with room for ``budget`` bytes, in host memory or of a real library."""
         report, self.store = model_arena_adapter.attach_model_linear_modules(
             self.model,
             library or HostLibrary(),
             module_pattern=".*",
             resident_budget_bytes=budget,
+            page_size_bytes=page_bytes,
             file_slices=self.registry,
             native_transport_slot_size_bytes=slot_bytes,
             native_transport_slots=16,

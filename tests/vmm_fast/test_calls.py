@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -246,3 +247,47 @@ def test_everything_else_is_delegated(attached: Consumer, half: SplitZipShardCac
     assert {binding.label for part in given for binding in part.tensors} == {
         binding.label for binding in attached.bindings() if ".up." not in binding.label
     }
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "advised"), [(2 << 20, True), (8 << 20, True), (16 << 20, False), (64 << 20, False)]
+)
+def test_small_pages_are_named(
+    attached: Consumer,
+    cache: SplitZipShardCache,
+    enable: Enable,
+    caplog: pytest.LogCaptureFixture,
+    page_bytes: int,
+    advised: bool,
+) -> None:
+    attached.attach(10**9, page_bytes=page_bytes)
+    with caplog.at_level(logging.INFO, logger="splitzip_aio"):
+        enable(attached.store, cache, adapter=attached.adapter)
+    told = [record for record in caplog.records if "vmm_page_mb=64" in record.getMessage()]
+    assert len(told) == advised
+    for record in told:
+        assert record.levelno == logging.INFO
+        assert f"pages of {page_bytes >> 20} MiB" in record.getMessage()
+    attached.run()
+
+
+@pytest.mark.parametrize("found", [None, AttributeError("no such thing"), "2 MiB", 0])
+def test_stores_that_do_not_tell_their_page_size(
+    attached: Consumer,
+    cache: SplitZipShardCache,
+    enable: Enable,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    found: Any,
+) -> None:
+    def page_bytes(_: Any) -> Any:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    attached.attach(10**9)
+    monkeypatch.setattr(type(attached.store), "page_bytes", property(page_bytes))
+    with caplog.at_level(logging.INFO, logger="splitzip_aio"):
+        enable(attached.store, cache, adapter=attached.adapter)
+    assert "vmm_page_mb" not in caplog.text
+    attached.run()
