@@ -389,7 +389,7 @@ class Arena(ABC):
 
     @abstractmethod
     async def reap(self) -> None:
-        """Return once nothing that was submitted is under way."""
+        """Return once nothing that was submitted is under way. For one task at a time."""
 
     @abstractmethod
     def fence(self) -> Fence | None:

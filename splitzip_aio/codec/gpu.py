@@ -246,9 +246,9 @@ class GpuSplitZipDecoder:
 
 def _registers(launch: Launch) -> int:
     """Registers a thread may use: fewer keep more warps in flight, too few spill. Measured on an H200."""
-    if launch.schedule is None or len(launch.schedule.widths) > 3:
+    if launch.schedule is None or len(launch.schedule.widths) > 2:
         return 96
-    return 72 if launch.fmt == BF16 else 80 if len(launch.schedule.widths) <= 2 else 96
+    return 72 if launch.fmt == BF16 else 80
 
 
 def _parse(payload: torch.Tensor, meta: PayloadMeta) -> tuple[SegmentHeaders, NDArray[np.int64]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -67,18 +68,23 @@ class Filled:
         self.arena.buffer.fill_(0xA5)
         torch.cuda.synchronize()
 
-    async def upload(self, slot: int, *, base: int | None = None, drained: Callable[[], None] | None = None) -> None:
+    async def upload(self, slot: int, *, base: int | None = None) -> None:
         """Upload a slot to its place, or to ``base``."""
         calls: list[int] = []
-
-        def note() -> None:
-            calls.append(slot)
-            if drained is not None:
-                drained()
-
         base = self.base(slot) if base is None else base
-        await upload(self.arena, self.ring.slots[slot].memory, self.reads[slot], base, drained=note)
+        memory = self.ring.slots[slot].memory
+        await upload(self.arena, memory, self.reads[slot], base, drained=lambda: calls.append(slot))
         assert calls == [slot]
+
+    async def upload_all(self, drained: Callable[[int], None]) -> None:
+        """Upload every slot to its place, all at once."""
+        results: list[object] = []
+        for slot, read in enumerate(self.reads):
+            memory = self.ring.slots[slot].memory
+            self.arena.submit(memory, read, self.base(slot), drained=partial(drained, slot), done=results.append)
+        await self.arena.reap()
+        assert not [result for result in results if isinstance(result, Exception)]
+        assert len(results) == len(self.reads)
 
     def base(self, slot: int) -> int:
         return 8 * slot * ELEMENTS
@@ -98,9 +104,9 @@ def filled() -> Iterator[Filled]:
 
 
 async def test_more_slots_at_once_than_landing_buffers(filled: Filled) -> None:
-    async with anyio.create_task_group() as group:
-        for slot in range(12):
-            group.start_soon(filled.upload, slot)
+    drained: list[int] = []
+    await filled.upload_all(drained.append)
+    assert drained == list(range(12))
     for slot in range(12):
         filled.check(slot)
     await filled.arena.aclose()
@@ -108,19 +114,13 @@ async def test_more_slots_at_once_than_landing_buffers(filled: Filled) -> None:
 
 
 async def test_the_drained_slot_may_be_overwritten_at_once(filled: Filled) -> None:
-    async def upload(slot: int) -> None:
+    def overwrite(slot: int) -> None:
         memory = filled.ring.slots[slot].memory
-        zeros = bytes(len(memory))
+        memory[:] = bytes(len(memory))
 
-        def overwrite() -> None:
-            memory[:] = zeros
-
-        await filled.upload(slot, drained=overwrite)
+    await filled.upload_all(overwrite)
+    for slot in range(12):
         filled.check(slot)
-
-    async with anyio.create_task_group() as group:
-        for slot in range(12):
-            group.start_soon(upload, slot)
 
 
 async def test_a_slot_is_given_back_before_the_verdict_is_in(filled: Filled) -> None:

@@ -48,7 +48,7 @@ def processor(device: torch.device) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass: seconds from the first request until the last layer was there; the transport's account around it."""
+    """One pass: seconds from the first request until the last layer was decoded; the transport's account around it."""
 
     seconds: float
     before: TransportStatistics
@@ -169,9 +169,11 @@ class Passes:
         before = self._transport.statistics()
         began = time.perf_counter()
         await self._visit_all(visit)
-        if self._transport.device.type == "cuda":
-            torch.cuda.synchronize(self._transport.device)
-        return Pass(time.perf_counter() - began, before, self._transport.statistics())
+        # A layer arrives once the device has decoded it. What is on its way by now is read ahead for the next round.
+        seconds = time.perf_counter() - began
+        after = self._transport.statistics()
+        await self._rest()
+        return Pass(seconds, before, after)
 
     async def _run_beside(self, task: Callable[[], Coroutine[Any, Any, None]], seconds: float) -> None:
         async with anyio.create_task_group() as group:
@@ -181,10 +183,14 @@ class Passes:
                 await self._visit_all(None)
             group.cancel_scope.cancel()
 
-    async def _empty(self) -> None:
-        """Wait for what is read ahead for the next round, and let go of it."""
+    async def _rest(self) -> None:
+        """Wait for what is read ahead for the next round, so that nothing runs beside what is timed next."""
         while self._transport.statistics().residency.loading:  # noqa: ASYNC110 - nothing announces it
             await anyio.sleep(0.001)
+
+    async def _empty(self) -> None:
+        """Let go of everything, also of what is read ahead."""
+        await self._rest()
         self._transport.evict()
 
     async def _visit_all(self, visit: Visit | None) -> None:

@@ -165,7 +165,7 @@ def first_codes(plane, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
     if WIDTH == 2:
         return tl.load(plane.to(tl.pointer_type(tl.uint16)) + lane).to(tl.uint32)
     if WIDTH == 4:
-        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane, eviction_policy="evict_first")
+        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane)
     return window(plane.to(tl.pointer_type(tl.uint32)), lane.to(tl.uint32) * 24, UNBOUNDED, PTX)
 
 
@@ -175,7 +175,7 @@ def fetch(segment, codes, at, FORMAT: tl.constexpr, W0: tl.constexpr, PTX: tl.co
     packed = first_codes(codes, at, 4 if W0 == 0 else W0, PTX)
     s = tl.zeros(at.shape, tl.uint64)
     if FORMAT <= F32:
-        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at, eviction_policy="evict_first")
+        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at)
     return packed, s
 
 

@@ -61,7 +61,7 @@ def store(out, first, words, left, PARTIAL: tl.constexpr, COLUMNS: tl.constexpr)
         for k in tl.static_range(3):
             tl.store(byte + k, (word >> (8 * k)).to(tl.uint8), mask=bytes_left > k)
     else:
-        tl.store(place, words, cache_modifier=".cs")  # nobody reads it again before it left the cache
+        tl.store(place, words)
 
 
 @triton.jit
