@@ -362,6 +362,13 @@ class Arena(ABC):
         """The bytes there, (nbytes,) uint8, sharing the arena's memory."""
 
     @abstractmethod
+    def tensor(self, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The bytes there as a tensor of a safetensors dtype and shape, sharing the arena's memory.
+
+        ``splitzip_aio.codec.dtypes.torch_view`` says what becomes of what torch has no dtype for.
+        """
+
+    @abstractmethod
     def submit(
         self,
         memory: memoryview,

@@ -229,6 +229,7 @@ class _Loop:
         self._opened: Future[Transport] = Future()
         self._calls: deque[Callable[[], None]] = deque()
         self._posting = threading.Lock()
+        self._woken = False
         self._over = False
         self._stopping = False
         # A daemon, since the interpreter joins all others before it lets anyone close anything.
@@ -255,7 +256,9 @@ class _Loop:
             if self._over or self._stopping:
                 raise ClosedError("the transport is closed")
             self._calls.append(call)
-            self._wake()
+            if not self._woken:  # else it has yet to look, and finds this as well; waking takes a system call
+                self._woken = True
+                self._wake()
 
     def post_if_open(self, call: Callable[[], None]) -> None:
         """Have a function called in the loop, unless that is over and there is nothing left to do for it."""
@@ -292,6 +295,7 @@ class _Loop:
                 while not self._stopping:
                     await self._posted.wait()
                     self._posted.clear()
+                    self._woken = False
                     self._do_calls()
         finally:
             with self._posting:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from splitzip_aio.errors import InvalidArgumentError, UnknownLayerError
 
@@ -37,40 +36,77 @@ class Forecast:
         self._end = usual[-1] if usual and order is None else None
         self._followed: dict[str, str] = {}
         self._latest: str | None = None
-        self._coming: Mapping[str, int] | None = None
+        self._coming: _Coming | None = None
         self._right = 0 if order is None else _RIGHT_TO_TRUST
 
     def note(self, layer: str) -> None:
         """A layer was asked for; asking for the same again says nothing."""
         previous, self._latest = self._latest, layer
-        self._coming = None
-        if previous is None or previous == layer:
+        if previous == layer:
             return
-        foreseen = self._followed.get(previous, self._usual.get(previous))
-        self._right = self._right + 1 if foreseen == layer else 0
-        self._followed[previous] = layer
+        if self._coming is None or not self._coming.step_to(layer):
+            self._coming = None
+        if previous is not None:
+            foreseen = self._followed.get(previous, self._usual.get(previous))
+            self._right = self._right + 1 if foreseen == layer else 0
+            self._followed[previous] = layer
 
     @property
     def coming(self) -> Mapping[str, int]:
         """The layers that come next, the nearest first, each with its place; without the one asked for last."""
         if self._coming is None:
-            self._coming = MappingProxyType({layer: place for place, layer in enumerate(self._foresee())})
+            self._coming = self._foresee()
         return self._coming
 
-    def _foresee(self) -> Iterator[str]:
+    def _foresee(self) -> _Coming:
         if self._latest is None or self._right < _RIGHT_TO_TRUST:
-            return
-        seen = {self._latest}
+            return _Coming([], closed=False)
+        chain = {self._latest: None}
         layer = self._after(self._latest)
-        while layer is not None and layer not in seen:
-            yield layer
-            seen.add(layer)
+        while layer is not None and layer not in chain:
+            chain[layer] = None
             layer = self._after(layer)
+        return _Coming(list(chain), closed=layer == self._latest)
 
     def _after(self, layer: str) -> str | None:
         if layer in self._followed:
             return self._followed[layer]
         return self._usual.get(layer) if layer != self._end else None
+
+
+class _Coming(Mapping[str, int]):
+    """The layers that come after the first of ``layers``, each with its place.
+
+    In a round, whose last layer is followed by the first (``closed``), it goes along by a step for each demand: nobody
+    has to follow the whole round anew each time.
+    """
+
+    def __init__(self, layers: Sequence[str], *, closed: bool) -> None:
+        self._layers = layers
+        self._indices = {layer: index for index, layer in enumerate(layers)}
+        self._closed = closed
+        self._at = 0
+
+    def step_to(self, layer: str) -> bool:
+        """Go on to ``layer``; False, and of no use any more, if it is not what came next of a round."""
+        following = (self._at + 1) % max(len(self._layers), 1)
+        if not self._closed or self._layers[following] != layer:
+            return False
+        self._at = following
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._layers[self._at + 1 :]
+        yield from self._layers[: self._at]
+
+    def __len__(self) -> int:
+        return max(len(self._layers) - 1, 0)
+
+    def __getitem__(self, layer: str) -> int:
+        ahead = (self._indices[layer] - self._at) % len(self._layers)
+        if not ahead:
+            raise KeyError(layer)
+        return ahead - 1
 
 
 def _checked(order: Sequence[str], layers: Sequence[str]) -> tuple[str, ...]:

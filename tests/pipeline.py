@@ -196,6 +196,9 @@ class FakeArena(Arena):
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         raise NotImplementedError
 
+    def tensor(self, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        raise NotImplementedError
+
     def fence(self) -> Fence | None:
         return None
 

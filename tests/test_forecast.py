@@ -85,3 +85,21 @@ def test_any_loop_is_foreseen_from_its_third_round_on(seed: int) -> None:
         if step >= 2 * 12:
             assert next(iter(forecast.coming)) == order[step % 12]
         forecast.note(order[step % 12])
+
+
+@given(rounds=st.lists(st.permutations("abcdefg"), min_size=1, max_size=3), skipped=st.lists(st.integers(0, 60)))
+def test_going_along_sees_what_looking_anew_does(rounds: list[list[str]], skipped: list[int]) -> None:
+    """Orders repeated, changed and broken; what comes is asked for each time, or only at the end."""
+    demands = [layer for order in rounds for layer in order * 3]
+    demands = [layer for place, layer in enumerate(demands) if place not in skipped]
+    along, anew = Forecast("abcdefg"), Forecast("abcdefg")
+    for layer in demands:
+        along.note(layer)
+        anew.note(layer)
+        anew._coming = None
+        assert dict(along.coming) == dict(anew.coming)
+        assert list(along.coming) == list(anew.coming)
+        assert [along.coming.get(layer, -1) for layer in "abcdefg"] == [
+            anew.coming.get(layer, -1) for layer in "abcdefg"
+        ]
+        assert len(along.coming) == len(list(along.coming))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 
 from splitzip_aio.abc import Arena, ArenaStatistics, Fence
 from splitzip_aio.arena.ranges import RANGE_ALIGN, Ranges
+from splitzip_aio.codec.dtypes import DTYPE_BITS, torch_view
 from splitzip_aio.errors import ClosedError, InvalidArgumentError
 
 __all__ = ["BufferArena"]
@@ -18,6 +20,7 @@ class BufferArena(Arena):
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._buffer: torch.Tensor | None = buffer
+        self._elements: dict[str, torch.Tensor | None] = {}
         self._device = buffer.device
         self._ranges = Ranges(buffer.numel())
 
@@ -54,6 +57,17 @@ class BufferArena(Arena):
         """The bytes there, (nbytes,) uint8, sharing the arena's memory."""
         return self.buffer[offset : offset + nbytes]
 
+    def tensor(self, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The bytes there as a tensor; see ``splitzip_aio.abc.Arena.tensor``."""
+        buffer = self.buffer
+        if dtype not in self._elements:
+            self._elements[dtype] = _elements(buffer, dtype)
+        elements = self._elements[dtype]
+        if elements is None or not nbytes or offset % elements.element_size():
+            return torch_view(self.view(offset, nbytes), dtype, shape)
+        # One call of torch's for each tensor, of which a layer may have dozens, in place of three.
+        return elements.as_strided(shape, _strides(shape), offset // elements.element_size())
+
     def statistics(self) -> ArenaStatistics:
         """A snapshot of the memory's use."""
         return ArenaStatistics(
@@ -63,6 +77,11 @@ class BufferArena(Arena):
             ranges=len(self._ranges),
             largest_free_bytes=self._ranges.largest_free,
         )
+
+    def _let_go(self) -> None:
+        """Keep nothing of the memory."""
+        self._buffer = None
+        self._elements.clear()
 
     def _wait_before_reuse(self, fences: Iterable[Fence]) -> None:
         """Make the next decode wait for these; an arena without streams is given none."""
@@ -77,3 +96,21 @@ def checked_capacity(capacity_bytes: int) -> int:
     if capacity_bytes < RANGE_ALIGN:
         raise InvalidArgumentError(f"arena_bytes: expected at least {RANGE_ALIGN}, found {capacity_bytes}")
     return capacity_bytes
+
+
+def _elements(buffer: torch.Tensor, dtype: str) -> torch.Tensor | None:
+    """All of a buffer as elements of a safetensors dtype; None where torch has no such elements of whole bytes."""
+    if DTYPE_BITS[dtype] % 8:
+        return None
+    count = buffer.numel() * 8 // DTYPE_BITS[dtype]
+    elements = torch_view(buffer[: count * DTYPE_BITS[dtype] // 8], dtype, (count,))
+    return elements if elements.numel() == count else None
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    strides = [1] * len(shape)
+    for place in range(len(shape) - 1, 0, -1):
+        strides[place - 1] = strides[place] * shape[place]
+    return tuple(strides)

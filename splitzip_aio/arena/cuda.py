@@ -206,7 +206,7 @@ class CudaArena(BufferArena):
             limiter = anyio.CapacityLimiter(1)  # user code that fills anyio's default one must not stop this
             for stream in (self._copy_stream, self._upload_stream):
                 await anyio.to_thread.run_sync(stream.synchronize, limiter=limiter)
-        self._buffer = None
+        self._let_go()
         self._landing.clear()
         self._verdicts.clear()
         self._decodes.clear()

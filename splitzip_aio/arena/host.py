@@ -75,7 +75,7 @@ class HostArena(BufferArena):
     async def aclose(self) -> None:
         """Let go of the memory; views that callers still hold stay valid. Idempotent."""
         self._pool.close()
-        self._buffer = None
+        self._let_go()
 
 
 def _settle(upload: HostUpload) -> None:

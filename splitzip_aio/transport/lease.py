@@ -11,7 +11,6 @@ from warnings import warn
 import torch
 
 from splitzip_aio.abc import Arena
-from splitzip_aio.codec.dtypes import torch_view
 from splitzip_aio.errors import LeaseReleasedError
 from splitzip_aio.transport.residency import Occupant, OccupantState, Residency
 
@@ -110,9 +109,7 @@ class Lease:
         base = self._occupant.placed.base
         return MappingProxyType(
             {
-                tensor.name: torch_view(
-                    self._arena.view(base + tensor.offset, tensor.nbytes), tensor.dtype, tensor.shape
-                )
+                tensor.name: self._arena.tensor(base + tensor.offset, tensor.nbytes, tensor.dtype, tensor.shape)
                 for tensor in self._occupant.plan.tensors
             }
         )
