@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import anyio
 import torch
 
 from splitzip_aio.abc import Fence, PlannedRead, PlannedSegment, StageTrace
@@ -14,6 +14,7 @@ from splitzip_aio.arena.decode_pool import DecodePool, HostUpload
 from splitzip_aio.errors import SplitZipError
 from splitzip_aio.memory import map_anonymous
 from splitzip_aio.timeline import Stage
+from splitzip_aio.waiting import call_when_readable
 
 __all__ = ["HostArena"]
 
@@ -41,6 +42,7 @@ class HostArena(BufferArena):
         capacity = checked_capacity(capacity_bytes)
         super().__init__(torch.frombuffer(map_anonymous(capacity, option="arena_bytes"), dtype=torch.uint8))
         self._pool = DecodePool(workers or len(os.sched_getaffinity(0)))
+        self._ended: deque[HostUpload] = deque()
 
     @staticmethod
     def table_bytes(payload_bytes: int) -> int:
@@ -63,10 +65,14 @@ class HostArena(BufferArena):
 
     async def reap(self) -> None:
         """Return once nothing that was submitted is under way."""
-        while self._pool.under_way:
-            await anyio.wait_readable(self._pool)
-            for upload in self._pool.collect():
-                _settle(upload)
+        while self._pool.under_way or self._ended:
+            while self._ended:  # also what a caller collected that was cancelled then
+                _settle(self._ended.popleft())
+            if self._pool.under_way:
+                await call_when_readable(self._pool, self._collect, lambda: not self._ended)
+
+    def _collect(self) -> None:
+        self._ended.extend(self._pool.collect())
 
     def fence(self) -> Fence | None:
         """None: work on the host is done when it returns."""
