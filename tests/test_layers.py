@@ -15,7 +15,7 @@ PACKAGE = ROOT / "splitzip_aio"
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"memory", "timeline", "units", "waiting"}),
+    frozenset({"memory", "planned", "timeline", "units", "waiting"}),
     frozenset({"abc"}),
     frozenset({"telemetry"}),
     frozenset({"codec", "stages"}),
