@@ -71,3 +71,13 @@ async def test_a_closed_arena_has_none_and_those_that_are_out_stay_valid() -> No
     with pytest.raises(ClosedError):
         arena.tensor(0, 8, "BF16", (2, 2))
     assert torch.equal(tensor.view(torch.int16), before.view(torch.int16))
+
+
+def test_the_mode_of_who_was_first_is_nobody_elses() -> None:
+    arena = Plain()
+    with torch.inference_mode():
+        arena.tensor(0, 8, "BF16", (2, 2))
+    tensor = arena.tensor(0, 8, "BF16", (2, 2))
+    scale = torch.ones((), dtype=torch.bfloat16, requires_grad=True)
+    tensor.mul_(scale)  # refused for a view that was made in inference mode
+    assert tensor.requires_grad
