@@ -103,7 +103,7 @@ def _elements(buffer: torch.Tensor, dtype: str) -> torch.Tensor | None:
     if DTYPE_BITS[dtype] % 8:
         return None
     count = buffer.numel() * 8 // DTYPE_BITS[dtype]
-    with torch.inference_mode(mode=False), torch.enable_grad():  # it is kept, whatever mode its first user is in
+    with torch.inference_mode(False), torch.enable_grad():  # it is kept, whatever mode its first user is in
         elements = torch_view(buffer[: count * DTYPE_BITS[dtype] // 8], dtype, (count,))
     return elements if elements.numel() == count else None
 
