@@ -30,7 +30,7 @@ def load(directory: Path, budget_gb: float) -> Any:
         vmm_resident_weight_budget_gb=budget_gb,
         vmm_staging_buffer_gb=0.5,
         vmm_native_transport=True,  # what the cache takes the place of
-        vmm_page_mb=64 if budget_gb >= 0.5 else 0,  # mapping a page takes as long whatever its size; 0 is 2 MiB
+        vmm_page_mb=64 if budget_gb >= 1 else 0,  # mapping a page takes as long whatever its size; 0 is 2 MiB
     )
     return from_pretrained_with_dynamic_offload(
         directory,

@@ -41,7 +41,7 @@ class Prefetcher:
 
     As many reads are in flight as there are free slots. A read is chosen only once there is a slot for it, so a load
     that is cancelled meanwhile costs nothing. Whoever frees a slot calls ``go_on``, which begins the next read there
-    and then: a task that waits for slots would cost as much as all else that is done for one.
+    and then, since a task that waits for slots would cost the event loop turns for each of them.
 
     Args:
         driver: reads into the ring's slots, which are its buffers.

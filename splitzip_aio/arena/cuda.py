@@ -31,7 +31,7 @@ import torch
 from splitzip_aio.abc import Fence, PlannedRead, StageTrace
 from splitzip_aio.arena.base import BufferArena, checked_capacity
 from splitzip_aio.arena.cuda_driver import CudaDriver, host_address
-from splitzip_aio.codec.gpu import PreparedDecode
+from splitzip_aio.codec.gpu import GpuSplitZipDecoder, PreparedDecode
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
 from splitzip_aio.errors import (
@@ -114,14 +114,13 @@ class CudaArena(BufferArena):
 
     Raises:
         InvalidArgumentError: the capacity is under 256 bytes, or more than the device has.
-        UnsupportedError: Triton is not installed.
+        UnsupportedError: Triton is not installed, or NVIDIA's driver is not.
+        TransportError: there is no descriptor left for a timer.
     """
 
     max_segments = MAX_SLOT_SEGMENTS
 
     def __init__(self, capacity_bytes: int, *, device: torch.device, slot_bytes: int) -> None:
-        from splitzip_aio.codec.gpu import GpuSplitZipDecoder
-
         super().__init__(_device_bytes(checked_capacity(capacity_bytes), device, "arena_bytes"))
         self._landing = deque(
             _Landing(_device_bytes(slot_bytes, device, "ring_bytes")) for _ in range(_LANDING_BUFFERS)
@@ -279,10 +278,9 @@ class CudaArena(BufferArena):
         return error
 
     def _nothing_due(self) -> bool:
-        """Whether no call is to be made now. Events of a stream fire in order, and a slot's copy before its decode."""
-        if self._copying:
-            return not self._copying[0].copied.query()
-        return bool(self._decoding) and not self._decoding[0].ready.query()
+        """Whether no call is to be made now. Events of a stream fire in order, so the first of each is enough."""
+        copied = bool(self._copying) and self._copying[0].copied.query()
+        return not copied and not (self._decoding and self._decoding[0].ready.query())
 
     def _settle(self) -> None:
         """Make the calls that are due."""

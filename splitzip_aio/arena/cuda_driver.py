@@ -1,7 +1,7 @@
 """The few calls of CUDA's driver API that are made for every slot.
 
-torch has them all, behind tensors, guards and the current stream, which cost the event loop ten times what the driver
-takes. None of these waits, so they keep the interpreter's lock: who lets go of it in the middle of a slot, beside a
+torch has them all, behind tensors, guards and the current stream, which cost the event loop more than the driver does.
+None of these waits, so they keep the interpreter's lock: who lets go of it in the middle of a slot, beside a
 thread that computes in Python, has it back milliseconds later.
 """
 

@@ -22,7 +22,7 @@ Add to the program, after the model was loaded and its hook applied:
 
     transport = enable_splitzip_fast_transport(loaded.hook, {cache!r})
 
-and give its DynamicOffloadConfig vmm_page_mb=64, unless the weight budget is below 512 MiB.
+and give its DynamicOffloadConfig vmm_page_mb=64, unless the weight budget is below 1 GiB.
 """
 
 

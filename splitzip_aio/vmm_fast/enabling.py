@@ -203,7 +203,7 @@ def _advise_larger_pages(store: Any) -> None:
         logger.info(
             "weights are mapped in pages of %g MiB, which takes some %.0f ms a GB whatever the transport; "
             "vmm_page_mb=64 in DynamicOffloadConfig (page_size_bytes=64 << 20 for attach_model_linear_modules) makes "
-            "it %.0f ms, for weight budgets of 512 MiB and more",
+            "it %.0f ms, for weight budgets of 1 GiB and more",
             page_bytes / (1 << 20),
             1e9 / page_bytes * _PAGE_MS,
             1e9 / _PAGE_BYTES * _PAGE_MS,

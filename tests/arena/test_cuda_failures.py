@@ -1,8 +1,9 @@
-"""What the arena on a GPU makes of a device that fails, without one: its streams are stand-ins."""
+"""What the arena on a GPU makes of a device that fails, and when it looks, without one: streams are stand-ins."""
 
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -65,3 +66,13 @@ def test_any_other_failure_is_not_taken_for_it() -> None:
     with pytest.raises(RuntimeError, match="illegal memory access"):
         arena.upload()
     assert arena.events == []
+
+
+@pytest.mark.parametrize(("copied", "ready", "due"), [(0, 0, False), (1, 0, True), (0, 1, True), (1, 1, True)])
+def test_a_decode_that_is_done_does_not_wait_for_the_copy_of_another_slot(copied: int, ready: int, due: bool) -> None:
+    arena = Failing(RuntimeError())
+    arena._copying.append(SimpleNamespace(copied=SimpleNamespace(query=lambda: bool(copied))))
+    arena._decoding.append(SimpleNamespace(ready=SimpleNamespace(query=lambda: bool(ready))))
+    assert arena._nothing_due() is not due
+    arena._copying.clear()
+    assert arena._nothing_due() is not bool(ready)
