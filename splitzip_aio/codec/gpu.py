@@ -16,7 +16,7 @@ from splitzip_aio.codec.formats import BF16, ElementFormat
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.launch import KernelLauncher
 from splitzip_aio.codec.layout import SEGMENT_ALIGN, TILE_ELEMENTS
-from splitzip_aio.codec.schedule import Schedule
+from splitzip_aio.codec.schedule import TOP16, Schedule
 from splitzip_aio.codec.slot_table import TOP16_TILE_ELEMENTS, Launch, SlotTable, table_capacity
 from splitzip_aio.codec.tensors import PayloadMeta
 from splitzip_aio.errors import CorruptDataError, InvalidArgumentError, UnsupportedError
@@ -248,7 +248,9 @@ def _registers(launch: Launch) -> int:
     """Registers a thread may use: fewer keep more warps in flight, too few spill. Measured on an H200."""
     if launch.schedule is None or len(launch.schedule.widths) > 2:
         return 96
-    return 72 if launch.fmt == BF16 else 80
+    if launch.fmt != BF16:
+        return 80
+    return 88 if launch.schedule == TOP16 else 72  # a whole tile of top16 is held
 
 
 def _parse(payload: torch.Tensor, meta: PayloadMeta) -> tuple[SegmentHeaders, NDArray[np.int64]]:

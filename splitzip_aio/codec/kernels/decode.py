@@ -28,7 +28,6 @@ import triton.language as tl
 
 from splitzip_aio.codec import checksum, formats, layout
 from splitzip_aio.codec.kernels.bits import (
-    choose,
     expand,
     lane_sentinels,
     load_book,
@@ -39,14 +38,14 @@ from splitzip_aio.codec.kernels.bits import (
     window,
 )
 from splitzip_aio.codec.kernels.output import copy_chunk, emit
+from splitzip_aio.codec.kernels.planes import fetch
+from splitzip_aio.codec.kernels.top16 import decode_listed
 from splitzip_aio.codec.slot_table import DESCRIPTOR_WORDS
 
 __all__ = ["decode_slot_kernel"]
 
 CHUNK = tl.constexpr(layout.CHUNK_ELEMENTS)
 LANES = tl.constexpr(layout.CHUNK_ELEMENTS // 8)
-TILE_CHUNKS = tl.constexpr(layout.TILE_ELEMENTS // layout.CHUNK_ELEMENTS)
-HEADER = tl.constexpr(layout.HEADER_BYTES)
 GROUP = tl.constexpr(checksum.GROUP - 2**64)
 F32 = tl.constexpr(formats.F32.code)
 DESCRIPTOR = tl.constexpr(DESCRIPTOR_WORDS["words"])
@@ -61,7 +60,6 @@ TAIL = tl.constexpr(DESCRIPTOR_WORDS["tail"])
 LAST_WORD = tl.constexpr(DESCRIPTOR_WORDS["last_word"])
 ESCAPES = tl.constexpr(DESCRIPTOR_WORDS["escapes"])
 BOOKS = tl.constexpr(DESCRIPTOR_WORDS["codebooks"])
-UNBOUNDED = tl.constexpr(0x7FFFFFFF)  # a window whose caller knows that it lies inside the segment
 
 
 @triton.jit
@@ -130,53 +128,52 @@ def escapes(low, high, t, tail, start, last_word, PTX: tl.constexpr):
 
 
 @triton.jit
-def escapes_before(place, escaped, start):
-    """The first of a tile's escapes, which begin at ``start``, that is not before ``place`` in it.
-
-    ``escaped`` (LANES,) are the places of the first, in order.
-    """
-    return start + tl.sum((escaped < place).to(tl.int32), 0).to(tl.uint32)
-
-
-@triton.jit
-def top16(place, codes, tail, begin, end, escapes, books, PTX: tl.constexpr):
-    """Exponents of a chunk in the published layout: nibbles with the even element high, and a list of escapes.
-
-    ``place`` (L,) counts the lanes from the start of the tile; the chunk's escapes are among ``begin`` to ``end``.
-    """
-    nibbles = choose(0x0F0F0F0F, codes >> 4, codes << 4, PTX)
-    low, high = lookup(nibbles, books[0], 4, PTX)
-    for k in range(begin, end):
-        at = tl.load((tail + 2 * k).to(tl.pointer_type(tl.uint16))).to(tl.uint32)
-        value = tl.load(tail + 2 * escapes + k).to(tl.uint32)
-        shift = (at & 3) * 8
-        hit = place == (at >> 3).to(tl.int32)
-        keep = (tl.full((), 0xFF, tl.uint32) << shift) ^ 0xFFFFFFFF
-        low = tl.where(hit & ((at & 4) == 0), (low & keep) | (value << shift), low)
-        high = tl.where(hit & ((at & 4) != 0), (high & keep) | (value << shift), high)
-    return low, high
-
-
-@triton.jit
-def first_codes(plane, lane, WIDTH: tl.constexpr, PTX: tl.constexpr):
-    """The lanes' eight codes of the first tier."""
-    if WIDTH == 1:
-        return tl.load(plane + lane).to(tl.uint32)
-    if WIDTH == 2:
-        return tl.load(plane.to(tl.pointer_type(tl.uint16)) + lane).to(tl.uint32)
-    if WIDTH == 4:
-        return tl.load(plane.to(tl.pointer_type(tl.uint32)) + lane)
-    return window(plane.to(tl.pointer_type(tl.uint32)), lane.to(tl.uint32) * 24, UNBOUNDED, PTX)
-
-
-@triton.jit
-def fetch(segment, codes, at, FORMAT: tl.constexpr, W0: tl.constexpr, PTX: tl.constexpr):
-    """What a chunk needs first: the lanes' codes and, where a byte plane holds it, their signs and mantissas."""
-    packed = first_codes(codes, at, 4 if W0 == 0 else W0, PTX)
-    s = tl.zeros(at.shape, tl.uint64)
-    if FORMAT <= F32:
-        s = tl.load((segment + HEADER).to(tl.pointer_type(tl.uint64)) + at)
-    return packed, s
+def decode_tiers(
+    segment,
+    codes,
+    index,
+    tail,
+    last_word,
+    high,
+    out,
+    tile,
+    elements,
+    size,
+    books,
+    FORMAT: tl.constexpr,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    W2: tl.constexpr,
+    W3: tl.constexpr,
+    TILE: tl.constexpr,
+    CHECK: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Decode tile ``tile``, all elements of an index entry; returns its checksum, and whether the index is wrong."""
+    lane = tl.arange(0, LANES)
+    chunk = tile * (TILE // CHUNK)
+    chunks = tl.cdiv(elements, CHUNK)
+    full = tl.minimum(chunk + TILE // CHUNK, elements // CHUNK)
+    last_lane = (elements - 1) // 8
+    packed, s = fetch(segment, codes, tl.minimum(lane + chunk * LANES, last_lane), FORMAT, W0, PTX)
+    sums = tl.zeros([LANES], tl.uint64)
+    start = tl.load(index + tile)
+    end = tl.load(index + tile + 1)
+    wrong = (tile == 0) & (start != 0)
+    for k in range(chunk, full):
+        ahead = tl.minimum(k + 1, full - 1)
+        packed_ahead, s_ahead = fetch(segment, codes, lane + ahead * LANES, FORMAT, W0, PTX)
+        e0, e1, start = exponents(packed, tail, last_word, start, books, W0, W1, W2, W3, PTX)
+        sums = emit(sums, e0, e1, s, lane + k * LANES, segment, high, out, size, last_lane, FORMAT, False, CHECK, PTX)
+        packed = packed_ahead
+        s = s_ahead
+    if (full < chunk + TILE // CHUNK) & (full < chunks):
+        at = lane + full * LANES
+        packed, s = fetch(segment, codes, tl.minimum(at, last_lane), FORMAT, W0, PTX)
+        packed = tl.where(at <= last_lane, packed, 0)
+        e0, e1, start = exponents(packed, tail, last_word, start, books, W0, W1, W2, W3, PTX)
+        sums = emit(sums, e0, e1, s, at, segment, high, out, size, last_lane, FORMAT, True, CHECK, PTX)
+    return tl.sum(sums, 0), wrong | (start != end)
 
 
 @triton.jit
@@ -198,75 +195,36 @@ def coded(
 ):
     """Decode one tile of a coded segment; widths of 0 mean top16.
 
-    Returns the lanes' checksums, and whether an entry of the index contradicts what was decoded.
+    Returns its checksum, and whether an entry of the index contradicts what was decoded.
     """
-    lane = tl.arange(0, LANES)
-    books = (
-        load_book(descriptor + BOOKS, 4 if W0 == 0 else W0),
-        load_book(descriptor + BOOKS + 4, W1),
-        load_book(descriptor + BOOKS + 8, W2),
-        load_book(descriptor + BOOKS + 12, W3),
-    )
     codes = segment + tl.load(descriptor + CODES)
     index = (segment + tl.load(descriptor + INDEX)).to(tl.pointer_type(tl.uint32))
     tail = segment + tl.load(descriptor + TAIL)
-    words = tail.to(tl.pointer_type(tl.uint32))
     high = (segment + tl.load(descriptor + HIGH)).to(tl.pointer_type(tl.uint32))
-    last_word = tl.load(descriptor + LAST_WORD)
-    escapes = tl.load(descriptor + ESCAPES)
-    chunk = tile * (TILE // CHUNK)
-    chunks = tl.cdiv(elements, CHUNK)
-    full = tl.minimum(chunk + TILE // CHUNK, elements // CHUNK)
-    last_lane = (elements - 1) // 8
-    packed, s = fetch(segment, codes, tl.minimum(lane + chunk * LANES, last_lane), FORMAT, W0, PTX)
-    sums = tl.zeros([LANES], tl.uint64)
-    entry = chunk // TILE_CHUNKS
-    start = tl.load(index + entry)
-    end = tl.load(index + entry + 1)
-    wrong = (entry == 0) & (start != 0)
-    begin = start
-    few = start == end
     if W0 == 0:
-        wrong |= (end < start) | (end > escapes) | (((entry + 1) * TILE_CHUNKS >= chunks) & (end != escapes))
-        start = tl.minimum(start, escapes)
-        end = tl.minimum(tl.minimum(end, escapes), start + TILE_CHUNKS * CHUNK)
-        listed = start + lane.to(tl.uint32)
-        escaped = tl.load(tail.to(tl.pointer_type(tl.uint16)) + listed, mask=listed < end, other=0xFFFF).to(tl.int32)
-        few = end - start <= LANES  # else each chunk looks at all
-        in_tile = (chunk - entry * TILE_CHUNKS) * CHUNK
-        begin = escapes_before(in_tile, escaped, start)
-    for k in range(chunk, full):
-        ahead = tl.minimum(k + 1, full - 1)
-        packed_ahead, s_ahead = fetch(segment, codes, lane + ahead * LANES, FORMAT, W0, PTX)
-        if W0 == 0:
-            stop = escapes_before((k + 1 - entry * TILE_CHUNKS) * CHUNK, escaped, start)
-            place = (lane + k * LANES) & (LANES * TILE_CHUNKS - 1)
-            first = tl.where(few, begin, start)
-            e0, e1 = top16(place, packed, tail, first, tl.where(few, stop, end), escapes, books, PTX)
-            begin = stop
-        else:
-            e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
-        sums = emit(sums, e0, e1, s, lane + k * LANES, segment, high, out, size, last_lane, FORMAT, False, CHECK, PTX)
-        packed = packed_ahead
-        s = s_ahead
-    if (full < chunk + TILE // CHUNK) & (full < chunks):
-        at = lane + full * LANES
-        packed, s = fetch(segment, codes, tl.minimum(at, last_lane), FORMAT, W0, PTX)
-        packed = tl.where(at <= last_lane, packed, 0)
-        if W0 == 0:
-            place = (lane + full * LANES) & (LANES * TILE_CHUNKS - 1)
-            e0, e1 = top16(place, packed, tail, tl.where(few, begin, start), end, escapes, books, PTX)
-        else:
-            e0, e1, start = exponents(packed, words, last_word, start, books, W0, W1, W2, W3, PTX)
-        sums = emit(sums, e0, e1, s, at, segment, high, out, size, last_lane, FORMAT, True, CHECK, PTX)
-    if W0 > 0:
-        wrong |= start != end
-    return sums, wrong
+        book = load_book(descriptor + BOOKS, 4)
+        escapes = tl.load(descriptor + ESCAPES)
+        total, wrong = decode_listed(
+            segment, codes, index, tail, high, out, tile, elements, size, escapes, book, FORMAT, TILE, CHECK, PTX
+        )
+    else:
+        books = (
+            load_book(descriptor + BOOKS, W0),
+            load_book(descriptor + BOOKS + 4, W1),
+            load_book(descriptor + BOOKS + 8, W2),
+            load_book(descriptor + BOOKS + 12, W3),
+        )
+        last_word = tl.load(descriptor + LAST_WORD)
+        total, wrong = decode_tiers(
+            segment, codes, index, tail.to(tl.pointer_type(tl.uint32)), last_word, high, out, tile, elements, size,
+            books, FORMAT, W0, W1, W2, W3, TILE, CHECK, PTX,
+        )  # fmt: skip
+    return total, wrong
 
 
 @triton.jit
 def copied(segment, out, tile, size, TILE_BYTES: tl.constexpr, CHECK: tl.constexpr):
-    """Copy one tile of a stored segment. Returns the lanes' checksums."""
+    """Copy one tile of a stored segment. Returns its checksum."""
     lane = tl.arange(0, LANES)
     steps: tl.constexpr = TILE_BYTES // (16 * LANES)
     sums = tl.zeros([LANES], tl.uint64)
@@ -275,7 +233,7 @@ def copied(segment, out, tile, size, TILE_BYTES: tl.constexpr, CHECK: tl.constex
         sums += copy_chunk(segment, out, lane + k * LANES, size, False, CHECK)
     if (full < (tile + 1) * steps) & (full * (16 * LANES) < size):
         sums += copy_chunk(segment, out, lane + full * LANES, size, True, CHECK)
-    return sums
+    return tl.sum(sums, 0)
 
 
 @triton.jit
@@ -320,27 +278,27 @@ def decode_slot_kernel(
     groups = tile_groups(tile, size, TILE * ELEMENT_BYTES)
     wrong = tile < 0
     if coding == 0:
-        sums = copied(segment, out, tile, size, 2 * TILE, CHECK)
+        total = copied(segment, out, tile, size, 2 * TILE, CHECK)
         groups = tile_groups(tile, size, 2 * TILE)
     elif MIXED:
         if coding == 1:
-            sums, wrong = coded(
+            total, wrong = coded(
                 segment, descriptor, out, tile, elements, size, FORMAT, 0, 0, 0, 0, TOP16_TILE, CHECK, PTX
             )
             groups = tile_groups(tile, size, TOP16_TILE * ELEMENT_BYTES)
         elif coding == 2:
-            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 4, 0, 0, 0, TILE, CHECK, PTX)
+            total, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 4, 0, 0, 0, TILE, CHECK, PTX)
         elif coding == 3:
-            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 3, 0, 0, 0, TILE, CHECK, PTX)
+            total, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 3, 0, 0, 0, TILE, CHECK, PTX)
         elif coding == 4:
-            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 3, 0, 0, TILE, CHECK, PTX)
+            total, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 3, 0, 0, TILE, CHECK, PTX)
         else:
-            sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 2, 3, 0, TILE, CHECK, PTX)
+            total, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 2, 2, 3, 0, TILE, CHECK, PTX)
     elif W0 == 0:
-        sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 0, 0, 0, 0, TOP16_TILE, CHECK, PTX)
+        total, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, 0, 0, 0, 0, TOP16_TILE, CHECK, PTX)
         groups = tile_groups(tile, size, TOP16_TILE * ELEMENT_BYTES)
     else:
-        sums, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, W0, W1, W2, W3, TILE, CHECK, PTX)
+        total, wrong = coded(segment, descriptor, out, tile, elements, size, FORMAT, W0, W1, W2, W3, TILE, CHECK, PTX)
     if CHECK:
-        total = tl.sum(sums, 0).to(tl.int64) + groups.to(tl.int64) * GROUP + wrong.to(tl.int64)
+        total = total.to(tl.int64) + groups.to(tl.int64) * GROUP + wrong.to(tl.int64)
         tl.atomic_add((base + results).to(tl.pointer_type(tl.int64)) + segment_id, total, sem="relaxed")
