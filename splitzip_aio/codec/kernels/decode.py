@@ -1,9 +1,9 @@
 """Triton kernels that decode every segment of a slot in one launch.
 
-A program is one warp and decodes one tile, a chunk of 1024 elements after another. It fetches the next chunk before
-it works on this one, and carries the bit position in the tail along, so it needs no barrier and one index entry.
-A lane owns eight consecutive elements, so its codes of one tier are eight nibbles of a 32-bit word, and all work is
-done on eight nibbles or four bytes at once:
+A program is one warp and decodes one tile. One of tiers (``top16.py`` has the other coding) goes chunk by chunk of 1024
+elements: it fetches the next chunk before it works on this one, and carries the bit position in the tail along, so it
+needs no barrier and one index entry. A lane owns eight consecutive elements, so its codes of one tier are eight nibbles
+of a 32-bit word, and all work is done on eight nibbles or four bytes at once:
 
 * *Spread* turns eight packed codes into eight nibbles; where a nibble is the sentinel, ``t`` has a 1.
 * ``t * 0x11111111`` is the inclusive prefix sum over nibbles. Its top nibble is the lane's count, and the prefix sum of

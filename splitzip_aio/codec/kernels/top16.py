@@ -1,6 +1,7 @@
 """The published layout on the GPU: codes of four bits, and a list of escapes.
 
-No element depends on another, so a program asks for all of its tile before it works on any, and waits for memory once.
+No element depends on another, so of BF16 a program asks for a whole tile before it works on any of it, and waits for
+memory once. What does not fill a tile goes chunk by chunk, and so do other formats.
 """
 
 from __future__ import annotations
