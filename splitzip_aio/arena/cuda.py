@@ -278,9 +278,13 @@ class CudaArena(BufferArena):
         return error
 
     def _nothing_due(self) -> bool:
-        """Whether no call is to be made now. Events of a stream fire in order, so the first of each is enough."""
+        """Whether there is something under way, and no call to be made now.
+
+        Events of a stream fire in order, so the first of each is enough. Nothing is under way any more once a
+        ``submit`` has found it all done.
+        """
         copied = bool(self._copying) and self._copying[0].copied.query()
-        return not copied and not (self._decoding and self._decoding[0].ready.query())
+        return bool(self._decoding) and not copied and not self._decoding[0].ready.query()
 
     def _settle(self) -> None:
         """Make the calls that are due."""

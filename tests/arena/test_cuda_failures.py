@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from types import SimpleNamespace
 
+import anyio
 import pytest
 import torch
 
 from splitzip_aio.abc import PlannedRead, PlannedSegment
 from splitzip_aio.arena import CudaArena
 from splitzip_aio.errors import TransportError
+from splitzip_aio.waiting import Ticker
 
 READ = PlannedRead(0, "a.szp", 4096, 100, (PlannedSegment(64, 36, 0, 72, "w"),))
 
@@ -76,3 +78,34 @@ def test_a_decode_that_is_done_does_not_wait_for_the_copy_of_another_slot(copied
     assert arena._nothing_due() is not due
     arena._copying.clear()
     assert arena._nothing_due() is not bool(ready)
+
+
+class Arriving(Failing):
+    """An arena whose uploads are done once ``arrived`` is true."""
+
+    def __init__(self) -> None:
+        super().__init__(RuntimeError())
+        self.arrived = False
+        self._ticker = Ticker(0.00025)
+
+    def _begin(self, *arguments: object) -> SimpleNamespace:  # type: ignore[override]
+        event = SimpleNamespace(query=lambda: self.arrived)
+        return SimpleNamespace(copied=event, ready=event, drained=arguments[4], done=arguments[5], trace=None)
+
+    def _check(self, _: object) -> None:
+        return None
+
+
+@pytest.mark.anyio
+async def test_whoever_reaps_returns_when_a_later_upload_found_all_done() -> None:
+    """What is uploaded looks at once, also at what was before it: small layers are there by then."""
+    arena = Arriving()
+    arena.upload()
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as group:
+            group.start_soon(arena.reap)
+            await anyio.sleep(0.02)
+            assert arena.events == []
+            arena.arrived = True
+            assert len(arena.upload()) == 4  # each was drained and done
+    arena._ticker.close()
