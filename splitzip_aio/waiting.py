@@ -9,11 +9,11 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, Self
 
 import anyio
 
-__all__ = ["HasFileno", "Ticker", "call_when_readable", "finish_whatever_comes", "wait_whatever_comes"]
+__all__ = ["HasFileno", "Ticker", "Watch", "finish_whatever_comes", "wait_whatever_comes"]
 
 
 class HasFileno(Protocol):
@@ -46,26 +46,60 @@ async def finish_whatever_comes(wait: Callable[[], Awaitable[None]]) -> None:
         raise cancelled
 
 
-async def call_when_readable(source: HasFileno, call: Callable[[], None], wanted: Callable[[], bool]) -> None:
-    """Call ``call`` each time that ``source`` is readable, until ``wanted`` is false after one; raises what it raises.
-
-    ``call`` may run outside of any task, and should do no more than collect what is there.
+class Watch:
+    """A descriptor to wait for again and again while a ``with`` block lasts, by one task.
 
     The same as ``anyio.wait_readable`` in a loop. asyncio can watch a descriptor for as long as it takes, where that
     registers it anew and runs a task for each time, at ten times the cost.
     """
-    if _in_asyncio():
-        watch = _Watch(source, call, wanted)
-        try:
-            await watch.over
-        finally:
-            watch.end()
-        return
-    while True:
-        await anyio.wait_readable(source)
-        call()
-        if not wanted():
+
+    def __init__(self, source: HasFileno) -> None:
+        self._source = source
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._descriptor = -1
+        self._over: asyncio.Future[None] | None = None
+        self._call: Callable[[], object] = _nothing
+        self._wanted: Callable[[], bool] = _nothing
+
+    def __enter__(self) -> Self:
+        if _in_asyncio():
+            self._loop = asyncio.get_running_loop()
+            self._descriptor = self._source.fileno()
+            self._loop.add_reader(self._descriptor, self._readable)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+
+    async def call(self, call: Callable[[], None], wanted: Callable[[], bool]) -> None:
+        """Call ``call`` each time that it is readable, until ``wanted`` is false after one; raises what it raises.
+
+        ``call`` may run outside of any task, and should do no more than collect what is there.
+        """
+        if self._loop is not None:
+            self._call, self._wanted, self._over = call, wanted, self._loop.create_future()
+            try:
+                await self._over
+            finally:
+                self._over = None
             return
+        while True:
+            await anyio.wait_readable(self._source)
+            call()
+            if not wanted():
+                return
+
+    def _readable(self) -> None:
+        over = self._over
+        if over is None or over.done():  # and whoever waits for it has yet to wake
+            return
+        try:
+            self._call()
+            if not self._wanted():
+                over.set_result(None)
+        except BaseException as exc:  # noqa: BLE001 - raised where this is waited for
+            over.set_exception(exc)
 
 
 def _in_asyncio() -> bool:
@@ -76,38 +110,15 @@ def _in_asyncio() -> bool:
         return False
 
 
-class _Watch:
-    """A descriptor that an asyncio loop watches until ``over`` is done."""
-
-    def __init__(self, source: HasFileno, call: Callable[[], None], wanted: Callable[[], bool]) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = source.fileno()
-        self._call = call
-        self._wanted = wanted
-        self.over: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self._descriptor, self._readable)
-
-    def end(self) -> None:
-        """Watch no longer."""
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._descriptor)
-
-    def _readable(self) -> None:
-        if self.over.done():  # and whoever waits for it has yet to wake
-            return
-        try:
-            self._call()
-            if not self._wanted():
-                self.over.set_result(None)
-        except BaseException as exc:  # noqa: BLE001 - raised where this is waited for
-            self.over.set_exception(exc)
+def _nothing() -> bool:
+    return False
 
 
 class Ticker:
     """A clock that ticks by a descriptor, for who has nothing better to wait for than the next look.
 
     An event loop's own timers are no finer than a millisecond, and each costs a task its turn. With
-    ``call_when_readable`` a tick costs a call, and a turn only if there is something to see.
+    ``Watch`` a tick costs a call, and a turn only if there is something to see.
 
     Args:
         every_s: seconds between ticks.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import anyio
 import pytest
 
-from splitzip_aio.waiting import call_when_readable, finish_whatever_comes
+from splitzip_aio.waiting import Watch, finish_whatever_comes
 
 pytestmark = pytest.mark.anyio
 
@@ -36,6 +36,11 @@ def pipe() -> Iterator[Pipe]:
     os.close(pipe.writable)
 
 
+async def call_when_readable(pipe: Pipe, call: Callable[[], None], wanted: Callable[[], bool]) -> None:
+    with Watch(pipe) as watch:
+        await watch.call(call, wanted)
+
+
 def fail() -> NoReturn:
     raise ZeroDivisionError
 
@@ -50,6 +55,17 @@ async def test_it_calls_each_time_until_no_more_is_wanted(pipe: Pipe) -> None:
     os.write(pipe.writable, b"d")
     await anyio.sleep(0.01)
     assert len(pipe.found) == 3  # nobody watches any more
+
+
+async def test_between_calls_nothing_is_read(pipe: Pipe) -> None:
+    with Watch(pipe) as watch:
+        for letter in (b"a", b"b"):
+            os.write(pipe.writable, letter)
+            await anyio.sleep(0.01)
+            assert letter not in pipe.found
+            with anyio.fail_after(5):
+                await watch.call(pipe.read, lambda: False)
+            assert pipe.found[-1] == letter
 
 
 async def test_what_fails_is_raised_where_it_is_waited_for(pipe: Pipe) -> None:

@@ -42,7 +42,7 @@ from splitzip_aio.errors import (
     UnsupportedError,
 )
 from splitzip_aio.timeline import Stage
-from splitzip_aio.waiting import Ticker, call_when_readable
+from splitzip_aio.waiting import Ticker, Watch
 
 __all__ = ["CudaArena"]
 
@@ -185,9 +185,10 @@ class CudaArena(BufferArena):
             return
         self._ticker.start()
         try:
-            while self._decoding:
-                await call_when_readable(self._ticker, self._ticker.seen, self._nothing_due)
-                self._settle()
+            with Watch(self._ticker) as watch:
+                while self._decoding:
+                    await watch.call(self._ticker.seen, self._nothing_due)
+                    self._settle()
         finally:
             self._ticker.stop()
 

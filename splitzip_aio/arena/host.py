@@ -14,7 +14,7 @@ from splitzip_aio.arena.decode_pool import DecodePool, HostUpload
 from splitzip_aio.errors import SplitZipError
 from splitzip_aio.memory import map_anonymous
 from splitzip_aio.timeline import Stage
-from splitzip_aio.waiting import call_when_readable
+from splitzip_aio.waiting import Watch
 
 __all__ = ["HostArena"]
 
@@ -65,11 +65,12 @@ class HostArena(BufferArena):
 
     async def reap(self) -> None:
         """Return once nothing that was submitted is under way."""
-        while self._pool.under_way or self._ended:
-            while self._ended:  # also what a caller collected that was cancelled then
-                _settle(self._ended.popleft())
-            if self._pool.under_way:
-                await call_when_readable(self._pool, self._collect, lambda: not self._ended)
+        with Watch(self._pool) as watch:
+            while self._pool.under_way or self._ended:
+                while self._ended:  # also what a caller collected that was cancelled then
+                    _settle(self._ended.popleft())
+                if self._pool.under_way:
+                    await watch.call(self._collect, lambda: not self._ended)
 
     def _collect(self) -> None:
         self._ended.extend(self._pool.collect())

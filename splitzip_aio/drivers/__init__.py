@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 from splitzip_aio.abc import ReadDriver
 from splitzip_aio.drivers.completion import CompletionDriver
+from splitzip_aio.drivers.copying import CopyingEngine
 from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.operation import Slots
 from splitzip_aio.drivers.threads import ThreadsEngine
@@ -81,6 +82,7 @@ def make_driver(
     engine, fallbacks = _make_engine(driver, slots, queue_depth, registering)
     for reason in fallbacks:
         logger.warning("%s driver: fell back, %s", engine.name, reason)
+    engine = CopyingEngine(engine, slots)
     if interpose is not None:
         engine = interpose(engine, slots)
     return CompletionDriver(engine, slots, queue_depth=queue_depth, chunk_bytes=CHUNK_BYTES, fallbacks=fallbacks)

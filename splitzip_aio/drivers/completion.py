@@ -17,12 +17,11 @@ from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.files import OpenFile, open_file
 from splitzip_aio.drivers.operation import Extent, Operation, Outcome, Slots, Until, check_range, split
 from splitzip_aio.errors import ClosedError, InvalidArgumentError, ReadError, SplitZipError, WrongEventLoopError
-from splitzip_aio.waiting import call_when_readable
+from splitzip_aio.waiting import Watch
 
 __all__ = ["CompletionDriver"]
 
 SUBMIT_AGAIN_S = 0.01
-_CACHED_CHUNKS = 2
 
 
 class CompletionDriver(ReadDriver):
@@ -41,8 +40,7 @@ class CompletionDriver(ReadDriver):
     deques: a demand for what is needed now must not wait behind all that is read ahead, so urgent extents go
     first, and among themselves in order. What the kernel already has is not overtaken.
 
-    Reads that the page cache serves are copies by a core each, and there are not more of them than seven eighths of
-    the cores: beyond that they only take time from whoever decodes, or runs this loop.
+    Of reads that the page cache serves, which are copies, the engine says how many it is given at a time, and how long.
 
     **Cancellation.** A buffer is the kernel's until its completion arrived: a read of a regular file that the
     kernel has begun cannot be called back, it will write into the buffer in a moment. If ``read`` raised at
@@ -77,7 +75,6 @@ class CompletionDriver(ReadDriver):
         self._led = False
         self._closed = False
         self._submitted = 0
-        self._copies = max(1, len(os.sched_getaffinity(0)) * 7 // 8)
         self._copying = 0
         self._patient: list[Until] = []
         self._token: object = None
@@ -219,8 +216,8 @@ class CompletionDriver(ReadDriver):
             self._hand_over()
 
     def _split(self, operation: Operation, slot: int, position: int, offset: int, nbytes: int) -> list[Extent]:
-        """Cut a read; one that the page cache serves into larger parts, since nothing waits long behind them."""
-        chunk_bytes = self._chunk_bytes * (_CACHED_CHUNKS if operation.file.cached else 1)
+        """Cut a read into what the engine is given at a time."""
+        chunk_bytes = self._engine.copy_bytes if operation.file.cached else self._chunk_bytes
         return split(operation, slot=slot, position=position, offset=offset, nbytes=nbytes, chunk_bytes=chunk_bytes)
 
     def _enqueue(self, operation: Operation, extents: list[Extent]) -> None:
@@ -283,13 +280,15 @@ class CompletionDriver(ReadDriver):
         try:
             self._tell_finished()  # whoever led before may have been cancelled
             while not waiter.done:
-                if self._engine.flush():
-                    await call_when_readable(self._engine, self._settle, lambda: self._goes_on(waiter))
-                else:
+                with Watch(self._engine) as watch:
+                    while not waiter.done and self._engine.flush():
+                        await watch.call(self._settle, lambda: self._goes_on(waiter))
+                        self._tell_finished()
+                if not waiter.done:  # the kernel takes no more for the moment
                     with move_on_after(SUBMIT_AGAIN_S):
                         await wait_readable(self._engine)
                     self._settle()
-                self._tell_finished()
+                    self._tell_finished()
         finally:
             self._led = False
 
@@ -333,7 +332,7 @@ class CompletionDriver(ReadDriver):
         while (queue := self._urgent or self._queue) and len(batch) < room:
             extent = queue[0]
             wanted, copies = not extent.operation.withdrawn, extent.file.cached
-            if wanted and copies and self._copying >= self._copies:
+            if wanted and copies and self._copying >= self._engine.copies:
                 break
             queue.popleft()
             if wanted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -10,11 +11,19 @@ from splitzip_aio.drivers.operation import Extent
 
 __all__ = ["Engine"]
 
+_COPY_BYTES = 8 << 20
+
 
 class Engine(ABC):
     """The synchronous half: hands extents to the kernel and collects what became of them.
 
     Used from the event loop's thread only. It keeps each extent's memory alive until its completion.
+
+    Attributes:
+        name: of the back end.
+        binding, binding_reason: how io_uring is called, and why so.
+        fixed_buffers: the slots are registered with the kernel.
+        may_be_bypassed: see ``ReadDriver.may_be_bypassed``.
     """
 
     name: str
@@ -31,6 +40,24 @@ class Engine(ABC):
     @abstractmethod
     def fileno(self) -> int:
         """A descriptor that is readable while there may be something to collect."""
+
+    @property
+    @abstractmethod
+    def signal(self) -> int:
+        """A descriptor to write eight bytes to, a 1, which makes ``fileno`` readable; any thread may."""
+
+    @property
+    def copies(self) -> int:
+        """Extents that the page cache serves, to be given at once: each is a copy, and takes a core.
+
+        Seven eighths of the cores, since more would only take time from whoever decodes, or runs the event loop.
+        """
+        return max(1, len(os.sched_getaffinity(0)) * 7 // 8)
+
+    @property
+    def copy_bytes(self) -> int:
+        """The longest of these extents. Longer than others, since nothing waits long behind them."""
+        return _COPY_BYTES
 
     @abstractmethod
     def begin(self, extents: Sequence[Extent]) -> None:

@@ -88,6 +88,21 @@ class FaultyEngine(Engine):
         """Extents begun and not yet collected."""
         return self._inner.in_flight + len(self._held)
 
+    @property
+    def copies(self) -> int:
+        """Whatever the other engine says."""
+        return self._inner.copies
+
+    @property
+    def copy_bytes(self) -> int:
+        """Whatever the other engine says."""
+        return self._inner.copy_bytes
+
+    @property
+    def signal(self) -> int:
+        """The other engine's."""
+        return self._inner.signal
+
     def fileno(self) -> int:
         """Readable when the other engine's is, or a completion need not be kept back any longer."""
         return self._either.fileno()

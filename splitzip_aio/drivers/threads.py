@@ -43,6 +43,11 @@ class ThreadsEngine(Engine):
         """The pipe that workers write to."""
         return self._readable
 
+    @property
+    def signal(self) -> int:
+        """The pipe's other end."""
+        return self._writable
+
     def begin(self, extents: Sequence[Extent]) -> None:
         """Give each extent to a worker."""
         for extent in extents:

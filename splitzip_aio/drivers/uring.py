@@ -59,6 +59,11 @@ class UringEngine(Engine):
         """The eventfd that the kernel signals."""
         return self._event
 
+    @property
+    def signal(self) -> int:
+        """The same eventfd."""
+        return self._event
+
     def adopt(self, file: OpenFile) -> None:
         """Register the descriptor while there is room in the table; plain descriptors work too."""
         if self._free_indices:

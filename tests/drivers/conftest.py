@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from splitzip_aio.abc import FileHandle, IOMode, ReadDriver
+from splitzip_aio.drivers import copying
 from splitzip_aio.drivers.rings import open_ring, trial
 from splitzip_aio.errors import DriverUnavailableError, UnsupportedError
 
@@ -41,6 +42,12 @@ def driver_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if not ring.binding.startswith("liburing" if request.param == "liburing" else "system calls"):
         pytest.skip(reason)
     return "uring"
+
+
+@pytest.fixture(autouse=True)
+def no_copying_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where an earlier test has loaded what they run; ``copying_threads`` has them copy."""
+    monkeypatch.setattr(copying, "code_is_loaded", lambda: False)
 
 
 @pytest.fixture(params=["direct", "buffered"])

@@ -48,6 +48,10 @@ class HeldEngine(Engine):
     def fileno(self) -> int:
         return self._readable
 
+    @property
+    def signal(self) -> int:
+        return self._writable
+
     def begin(self, extents: Sequence[Extent]) -> None:
         self.begun.extend(extents)
 
