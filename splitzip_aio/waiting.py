@@ -47,7 +47,7 @@ async def finish_whatever_comes(wait: Callable[[], Awaitable[None]]) -> None:
 
 
 class Watch:
-    """A descriptor to wait for again and again while a ``with`` block lasts, by one task.
+    """A descriptor to wait for again and again, from the first time to the end of a ``with`` block, by one task.
 
     The same as ``anyio.wait_readable`` in a loop. asyncio can watch a descriptor for as long as it takes, where that
     registers it anew and runs a task for each time, at ten times the cost.
@@ -62,10 +62,6 @@ class Watch:
         self._wanted: Callable[[], bool] = _nothing
 
     def __enter__(self) -> Self:
-        if _in_asyncio():
-            self._loop = asyncio.get_running_loop()
-            self._descriptor = self._source.fileno()
-            self._loop.add_reader(self._descriptor, self._readable)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,6 +73,10 @@ class Watch:
 
         ``call`` may run outside of any task, and should do no more than collect what is there.
         """
+        if self._loop is None and _in_asyncio():
+            self._loop = asyncio.get_running_loop()
+            self._descriptor = self._source.fileno()
+            self._loop.add_reader(self._descriptor, self._readable)
         if self._loop is not None:
             self._call, self._wanted, self._over = call, wanted, self._loop.create_future()
             try:

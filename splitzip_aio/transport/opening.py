@@ -39,7 +39,7 @@ async def open_transport(
     cache: str | PathLike[str] | SplitZipShardCache,
     *,
     device: str | torch.device = "auto",
-    ring_bytes: int | str = "256MiB",
+    ring_bytes: int | str = "128MiB",
     arena_bytes: int | str = "2GiB",
     host_cache_bytes: int | str = 0,
     host_cache: HostCache | None = None,

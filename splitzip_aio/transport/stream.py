@@ -35,6 +35,8 @@ __all__ = ["Parts", "Transport"]
 
 logger = logging.getLogger(__name__)
 
+_LEAST_AHEAD_BYTES = 256 << 20  # five milliseconds of the fastest link, whatever the ring
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
@@ -78,7 +80,7 @@ class Transport:
             parts.plan,
             parts.forecast,
             self._prefetcher.submit,
-            ahead_bytes=len(parts.ring.slots) * parts.ring.payload_bytes,
+            ahead_bytes=max(len(parts.ring.slots) * parts.ring.payload_bytes, _LEAST_AHEAD_BYTES),
         )
         self._over: TransportError | None = None
         self._failure: TransportError | None = None

@@ -71,7 +71,7 @@ def overlap(
     device: Device = "auto",
     repeats: Repeats = 5,
     tiers: Tiers = None,
-    ring: Ring = "256MiB",
+    ring: Ring = "128MiB",
     timeline: Picture = None,
     as_json: Json = False,
 ) -> None:
@@ -92,7 +92,7 @@ def loaders(
     device: Device = "auto",
     repeats: Repeats = 5,
     tiers: Tiers = None,
-    ring: Ring = "256MiB",
+    ring: Ring = "128MiB",
     peers: Peers = None,
     as_json: Json = False,
 ) -> None:
