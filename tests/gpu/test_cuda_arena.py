@@ -125,6 +125,7 @@ async def test_the_drained_slot_may_be_overwritten_at_once(filled: Filled) -> No
 
 async def test_a_slot_is_given_back_before_the_verdict_is_in(filled: Filled) -> None:
     """The decode has to wait for someone who still uses the range; the copy has not."""
+    await filled.upload(5)  # compiles the kernel, which can take longer than the stream is busy
     calls: list[str] = []
     busy, range_offset = torch.cuda.Stream(), filled.arena.allocate(8 * ELEMENTS)
     assert range_offset == 0
