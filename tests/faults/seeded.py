@@ -23,8 +23,9 @@ from splitzip_aio.cache import build_cache
 from splitzip_aio.drivers import DriverName, copying
 from splitzip_aio.drivers.faults import FaultSchedule, faulty_driver
 from splitzip_aio.errors import CorruptDataError, SplitZipError
-from splitzip_aio.transport import Transport, open_transport
+from splitzip_aio.transport import Transport, open_transport, opening
 from tests.cache.samples import write_checkpoint
+from tests.simulated import SimulatedCudaArena
 from tests.transport.samples import LAYER_BYTES, Sample, assert_idle, settled, ten_layers
 
 BACKENDS = ("asyncio", "trio")
@@ -73,7 +74,10 @@ def run(sample: Sample, driver: DriverName, seed: int, tally: Tally) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if seed % 2:  # the driver's own threads copy what is cached, as soon as they have started
             patch.setattr(copying, "_WORTH_IT_BYTES", 0)
-        anyio.run(stream, sample, driver, seed, chance, tally, backend=backend)
+        kind = "cuda" if seed % 4 > 1 else "cpu"
+        if kind == "cuda":  # as far as the host is concerned
+            patch.setattr(opening, "HostArena", SimulatedCudaArena)
+        anyio.run(stream, sample, driver, seed, chance, tally, kind, backend=backend)
     left = descriptors() - before
     assert not left, f"run {seed}: descriptors left open: {left}"
     workers = [thread.name for thread in threading.enumerate() if thread.name.startswith("splitzip")]
@@ -81,12 +85,12 @@ def run(sample: Sample, driver: DriverName, seed: int, tally: Tally) -> None:
     tally.runs += 1
 
 
-async def stream(sample: Sample, driver: DriverName, seed: int, chance: random.Random, tally: Tally) -> None:
+async def stream(sample: Sample, driver: DriverName, seed: int, chance: random.Random, tally: Tally, kind: str) -> None:
     tasks = len(anyio.get_running_tasks())
     schedule = FaultSchedule(seed, rate=chance.choice([0.1, 0.3, 0.6]), longest_delay_s=0.002)
     with anyio.fail_after(LONGEST_RUN_S):
         async with open_transport(
-            sample.root, device="cpu", driver=faulty_driver(schedule, driver), **options(chance)
+            sample.root, device="cpu", driver=faulty_driver(schedule, driver), **options(chance, kind)
         ) as transport:
             await ask(sample, transport, chance, tally)
             await settled(transport)

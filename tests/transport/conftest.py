@@ -9,12 +9,18 @@ from pathlib import Path
 import pytest
 
 from splitzip_aio.cache import build_cache
+from splitzip_aio.transport import opening
 from tests.cache.samples import write_checkpoint
+from tests.simulated import SimulatedCudaArena
 from tests.transport.samples import Sample, ten_layers
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["cpu", "simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device to stream to; ``simulated`` is the CPU by way of the GPU's arena."""
+    if request.param == "simulated":
+        monkeypatch.setattr(opening, "HostArena", SimulatedCudaArena)
+        return "cpu"
     return str(request.param)
 
 

@@ -10,15 +10,22 @@ from pathlib import Path
 import anyio
 import torch
 
+from splitzip_aio.abc import Arena
+from splitzip_aio.arena import CudaArena
 from splitzip_aio.cache import layer_name
 from splitzip_aio.codec.dtypes import DTYPE_BITS
 from splitzip_aio.telemetry import TransportStatistics
-from splitzip_aio.transport import Transport
+from splitzip_aio.transport import Transport, opening
 from tests.cache.samples import Content, noise, weights
 
 LAYERS = 10
 LAYER_BYTES = 65_024
 """What each of the layers takes in the arena."""
+
+
+def arena_of(device: str) -> type[Arena]:
+    """The kind of arena that a test streams to."""
+    return CudaArena if device == "cuda" else opening.HostArena
 
 
 @dataclass(frozen=True)

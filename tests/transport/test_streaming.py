@@ -8,13 +8,12 @@ import anyio
 import pytest
 import torch
 
-from splitzip_aio.arena import CudaArena, HostArena
 from splitzip_aio.cache import SplitZipShardCache
 from splitzip_aio.drivers.rings import open_ring
 from splitzip_aio.errors import DriverUnavailableError, LayerTooLargeError
 from splitzip_aio.plan import largest_read_bytes
 from splitzip_aio.transport import open_transport
-from tests.transport.samples import LAYER_BYTES, Sample, assert_idle, settled
+from tests.transport.samples import LAYER_BYTES, Sample, arena_of, assert_idle, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -51,7 +50,7 @@ async def test_an_arena_is_no_larger_than_all_layers(sample: Sample, device: str
 async def test_a_ring_smaller_than_a_layer(sample: Sample, device: str, multiple: int, slots: int) -> None:
     with SplitZipShardCache(sample.root) as cache:
         payload = largest_read_bytes(cache.tensors.values())
-    least = payload + (CudaArena if device == "cuda" else HostArena).table_bytes(payload)
+    least = payload + arena_of(device).table_bytes(payload)
     with pytest.raises(LayerTooLargeError, match=rf"slot of {least} bytes, and the ring has {least - 1}"):
         async with open_transport(sample.root, device=device, ring_bytes=least - 1):
             pass
