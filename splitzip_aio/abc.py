@@ -46,6 +46,7 @@ class DriverStatistics:
         binding: how io_uring is called, ``"liburing 2026.3.30"`` or ``"system calls"``; None for threads.
         binding_reason: why the binding is what it is; None for threads.
         fixed_buffers: the slots are registered with the kernel, which then pins no pages per read.
+        copy_threads: threads of the driver's own that copy from the page cache; 0 until that is worth their start.
         queue_depth: reads that the kernel (or the worker pool) is given at once, at most.
         fallbacks: for each better rung that could not be used, its name and the reason; empty if none.
         reads: calls of ``ReadDriver.read`` that returned.
@@ -62,6 +63,7 @@ class DriverStatistics:
     binding: str | None
     binding_reason: str | None
     fixed_buffers: bool
+    copy_threads: int
     queue_depth: int
     fallbacks: tuple[str, ...]
     reads: int

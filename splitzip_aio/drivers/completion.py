@@ -166,6 +166,7 @@ class CompletionDriver(ReadDriver):
             binding=self._engine.binding,
             binding_reason=self._engine.binding_reason,
             fixed_buffers=self._engine.fixed_buffers,
+            copy_threads=self._engine.copy_threads,
             queue_depth=self._depth,
             fallbacks=self._fallbacks,
             reads=self._reads,

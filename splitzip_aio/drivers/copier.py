@@ -61,6 +61,11 @@ class CopyThreads:
         self._starter.start()
 
     @property
+    def count(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
+
+    @property
     def under_way(self) -> int:
         """Jobs given and not yet collected."""
         return len(self._sizes)

@@ -46,6 +46,11 @@ class CopyingEngine(Engine):
         return _SLOTS_AHEAD if self._copying else self._inner.copies
 
     @property
+    def copy_threads(self) -> int:
+        """How many there are, once they have started."""
+        return self._threads.count if self._threads is not None and self._copying else 0
+
+    @property
     def copy_bytes(self) -> int:
         """The longest of them: all of a read, which the threads share."""
         return _WHOLE if self._copying else self._inner.copy_bytes

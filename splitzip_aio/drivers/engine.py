@@ -55,6 +55,11 @@ class Engine(ABC):
         return max(1, len(os.sched_getaffinity(0)) * 7 // 8)
 
     @property
+    def copy_threads(self) -> int:
+        """Threads that copy what the page cache serves, and do not take part in anything else."""
+        return 0
+
+    @property
     def copy_bytes(self) -> int:
         """The longest of these extents. Longer than others, since nothing waits long behind them."""
         return _COPY_BYTES

@@ -94,6 +94,11 @@ class FaultyEngine(Engine):
         return self._inner.copies
 
     @property
+    def copy_threads(self) -> int:
+        """Whatever the other engine says."""
+        return self._inner.copy_threads
+
+    @property
     def copy_bytes(self) -> int:
         """Whatever the other engine says."""
         return self._inner.copy_bytes

@@ -263,10 +263,12 @@ async def test_they_start_once_it_is_worth_it(
         file = cached(driver, big_file)
         await driver.read(file, 0, 0, offset=0, nbytes=3 * MIB)
         assert engine._threads is None
+        assert driver.statistics().copy_threads == 0
         assert engine.copy_bytes == 8 * MIB
         await driver.read(file, 0, 0, offset=0, nbytes=3 * MIB)
         until_ready(engine._threads)
         assert engine.copies == 4
+        assert driver.statistics().copy_threads == max(1, len(os.sched_getaffinity(0)) * 7 // 8)
         assert engine.copy_bytes > 1 << 40
 
 
