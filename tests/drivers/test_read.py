@@ -336,6 +336,8 @@ async def test_a_file_closed_during_its_read_stays_open_until_then(
     async with open_driver(driver_name, buffers=slots.views, queue_depth=1) as driver:
         file = open_for(driver, big_file, io)
         counts: list[int] = []
+        collect = driver._engine.collect
+        driver._engine.collect = lambda: collect() if file.closed else []  # else it may be done before anyone looks
 
         async def read() -> None:
             counts.append(await driver.read(file, 0, 0, offset=0, nbytes=3 << 20))
