@@ -24,7 +24,7 @@ from splitzip_aio.waiting import finish_whatever_comes, wait_whatever_comes
 
 __all__ = ["Prefetcher"]
 
-_TURN_S = 0.001  # of the event loop at a time, as long as there is more to begin
+_TURN_S = 0.0005  # of the event loop at a time, as long as there is more to begin
 
 
 class _Fill(NamedTuple):
@@ -117,7 +117,7 @@ class Prefetcher:
             self._begun.set()
 
     def _fill_slots(self, group: TaskGroup) -> None:
-        """Begin reads while there are slots, for a millisecond at most; ``run`` goes on after other tasks' turn."""
+        """Begin reads while there are slots, for half a millisecond or so; ``run`` goes on after other tasks' turn."""
         until = time.perf_counter() + _TURN_S
         while (load := self._next_load()) is not None:
             if time.perf_counter() > until:

@@ -60,7 +60,7 @@ class SimulatedCudaArena(cuda.CudaArena):
         self._landing: deque[Any] = deque()
         self._verdicts: list[Any] = []
         self._decodes = {}
-        self._copying, self._decoding = deque(), deque()
+        self._copying, self._decoding, self._settling = deque(), deque(), False
         self._address = 0
         self._ticker = Ticker(0.00025)
 

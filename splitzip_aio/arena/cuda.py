@@ -50,6 +50,7 @@ _LANDING_BUFFERS = 3  # one being written, one being read, one between them
 _VERDICTS = 16  # made with the arena, so that no slot of the usual rings waits for one
 _DESTINATION_ALIGN = 16
 _ASK_EVERY_S = 0.00025  # less than a slot of 16 MiB takes on any link
+_TURN_S = 0.0005  # of the event loop at a time, as long as there is more to be told
 
 
 class _Landing:
@@ -139,6 +140,7 @@ class CudaArena(BufferArena):
         self._decodes: dict[PlannedRead, PreparedDecode] = {}  # a read's headers are examined once
         self._copying: deque[_Upload] = deque()
         self._decoding: deque[_Upload] = deque()
+        self._settling = False
         try:
             self._ticker = Ticker(_ASK_EVERY_S)
         except OSError as exc:
@@ -288,17 +290,36 @@ class CudaArena(BufferArena):
         return bool(self._decoding) and not copied and not self._decoding[0].ready.query()
 
     def _settle(self) -> None:
-        """Make the calls that are due."""
-        while self._copying and self._copying[0].copied.query():
+        """Make the calls that are due, for half a millisecond or so: the next look goes on after other tasks' turn.
+
+        A call may submit a slot that was waiting for room. If the host is slower than the link, another is copied by
+        then, and so on.
+        """
+        if self._settling:  # whoever began sees to it
+            return
+        self._settling = True
+        until = time.perf_counter() + _TURN_S
+        try:
+            while self._settle_next() and time.perf_counter() < until:
+                pass
+        finally:
+            self._settling = False
+
+    def _settle_next(self) -> bool:
+        """Make the calls of the next slot that was copied, and of the next that was decoded; whether there was one."""
+        copied = bool(self._copying) and self._copying[0].copied.query()
+        if copied:
             self._copying.popleft().drained()
-        while self._decoding and self._decoding[0].ready.query():
-            upload = self._decoding.popleft()
-            if self._copying and self._copying[0] is upload:  # was copied since it was asked
-                self._copying.popleft().drained()
-            error = self._check(upload)
-            if error is None and upload.trace is not None:
-                self._report(upload, upload.trace)
-            upload.done(upload.ready if error is None else error)
+        if not (self._decoding and self._decoding[0].ready.query()):
+            return copied
+        upload = self._decoding.popleft()
+        if self._copying and self._copying[0] is upload:  # was copied since it was asked
+            self._copying.popleft().drained()
+        error = self._check(upload)
+        if error is None and upload.trace is not None:
+            self._report(upload, upload.trace)
+        upload.done(upload.ready if error is None else error)
+        return True
 
     def _check(self, upload: _Upload) -> CorruptDataError | None:
         table, found = upload.decode.table, upload.verdict.found[: len(upload.read.segments)]

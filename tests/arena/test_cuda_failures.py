@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -35,7 +36,7 @@ class Failing(CudaArena):
         self._error = error
         self._device = torch.device("cuda", 3)
         self._copy_stream = self._upload_stream = Stream(self.events)
-        self._copying, self._decoding = deque(), deque()
+        self._copying, self._decoding, self._settling = deque(), deque(), False
 
     def _prepared(self, *_: object) -> None:
         return None
@@ -108,4 +109,28 @@ async def test_whoever_reaps_returns_when_a_later_upload_found_all_done() -> Non
             assert arena.events == []
             arena.arrived = True
             assert len(arena.upload()) == 4  # each was drained and done
+    arena._ticker.close()
+
+
+@pytest.mark.anyio
+async def test_slots_that_are_done_as_soon_as_they_are_given_leave_others_their_turn() -> None:
+    """Each slot that is copied makes room for another, and a host slower than the link always finds one more."""
+    arena, count = Arriving(), 0
+    arena.arrived = True
+
+    def give() -> None:
+        arena.submit(memoryview(b""), READ, 0, drained=again, done=arena.events.append)
+
+    def again() -> None:
+        nonlocal count
+        count += 1
+        time.sleep(0.0002)
+        if count < 200:
+            give()
+
+    give()
+    assert count < 20
+    with anyio.fail_after(20):
+        await arena.reap()
+    assert count == len(arena.events) == 200
     arena._ticker.close()
