@@ -12,10 +12,11 @@ from splitzip_aio.drivers.operation import Extent, Slots
 
 __all__ = ["CopyingEngine"]
 
-_WORTH_IT_BYTES = (
-    2 << 30
-)  # from the page cache: who reads so much reads it again, and numba takes half a second to import
-_SLOTS_AHEAD = 4  # so many at a time: some to copy while the loop sees to others, few for an urgent one to wait for
+# From the page cache: who reads so much most likely reads it again, and numba takes half a second to import.
+_WORTH_IT_BYTES = 2 << 30
+# At a time: some to copy while the loop sees to others, few for an urgent one to wait for.
+_SLOTS_AHEAD = 4
+_AHEAD_BYTES = 2 << 20  # for each thread, if that is more slots
 _WHOLE = 1 << 62
 
 
@@ -33,6 +34,7 @@ class CopyingEngine(Engine):
         self._threads: CopyThreads | None = None
         self._jobs: dict[int, Extent] = {}
         self._cached_bytes = 0
+        self._ahead = max(_SLOTS_AHEAD, -(-_AHEAD_BYTES * inner.copies // len(slots.views[0])))
         self._closed = False
         self.name = inner.name
         self.binding = inner.binding
@@ -43,7 +45,7 @@ class CopyingEngine(Engine):
     @property
     def copies(self) -> int:
         """Extents that the page cache serves, to be given at once."""
-        return _SLOTS_AHEAD if self._copying else self._inner.copies
+        return self._ahead if self._copying else self._inner.copies
 
     @property
     def copy_threads(self) -> int:

@@ -273,6 +273,23 @@ async def test_they_start_once_it_is_worth_it(
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("copying_threads")
+async def test_small_slots_are_given_in_greater_number(
+    driver_name: Any, make_slots: Any, big_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that each of seven threads has something to do."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    slots = make_slots(20, 1 << 20)
+    async with open_driver(driver_name, buffers=slots.views) as driver:
+        file, results = cached(driver, big_file), Results()
+        for slot in range(20):
+            submit(driver, file, slot, results, offset=slot << 18, nbytes=MIB)
+        assert driver._engine.copies == 14  # type: ignore[attr-defined]
+        await driver.reap()
+    assert results == dict.fromkeys(range(20), MIB)
+
+
+@pytest.mark.anyio
 async def test_without_numba_the_engine_goes_on(
     driver_name: Any, make_slots: Any, big_file: Path, content: bytes, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
