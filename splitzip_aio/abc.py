@@ -335,9 +335,9 @@ class Arena(ABC):
             read: what was read: at most ``max_segments`` segments.
             base: where the layer's range starts in the arena.
             drained: called once, as soon as the slot may be filled again, and before ``done``.
-            done: called once, with what a stream must wait for before it uses the result, None where there is nothing
-                to wait for; or with an error: a segment is wrong, named with its pack and offset, or the device ran out
-                of memory, and the range then holds anything.
+            done: called once, with what a stream must wait for before it uses this result and those before it, None
+                where there is nothing to wait for; or with an error: a segment is wrong, named with its pack and
+                offset, or the device ran out of memory, and the range then holds anything.
             trace: called with the times of each stage before ``done``; left out where there is an error.
         """
 

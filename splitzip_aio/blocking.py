@@ -189,6 +189,16 @@ class BlockingLease:
         """The layer's tensors by name; see ``Lease.tensors``."""
         return self._lease.tensors
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of the layer as bytes; see ``Lease.memory``."""
+        return self._lease.memory
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Where each tensor begins in ``memory``."""
+        return self._lease.offsets
+
     def wait(self) -> None:
         """Make the calling thread's current CUDA stream wait until the layer is decoded; the thread does not.
 

@@ -26,7 +26,7 @@ class Load:
         base: offset of its range in the arena.
         urgent: someone waits for it; it overtakes what is only read ahead.
         error: the first error, if any.
-        fences: what a stream must wait for before it uses the layer.
+        fence: what a stream must wait for before it uses the layer; None if nothing.
     """
 
     def __init__(self, plan: LayerPlan, base: int, *, urgent: bool, settled: Callable[[Load], None]) -> None:
@@ -34,7 +34,7 @@ class Load:
         self.base = base
         self.urgent = urgent
         self.error: SplitZipError | None = None
-        self.fences: list[Fence] = []
+        self.fence: Fence | None = None
         self._queued = deque(plan.reads)
         self._in_flight = 0
         self._cancelled = False
@@ -63,8 +63,8 @@ class Load:
     def settle(self, *, fence: Fence | None = None, error: SplitZipError | None = None) -> None:
         """A read is done, decoded or given up: nothing writes on its behalf any more."""
         self._in_flight -= 1
-        if fence is not None:
-            self.fences.append(fence)
+        if fence is not None:  # which stands for those before it
+            self.fence = fence
         if error is not None and self.error is None:
             self.error = error
             self._queued.clear()

@@ -43,7 +43,8 @@ class PackSource:
         descriptor: of the pack; closed with the source.
         path: what errors are to call it.
         io: ``"direct"`` and ``"buffered"`` are orders. ``"auto"`` reads buffered what the page cache holds, and
-            direct, where the file system has that, what it does not hold completely.
+            direct, where the file system has that, what it does not hold completely. Unless all is read direct, the
+            driver is told what the page cache holds, and may copy that by other means.
 
     Attributes:
         path: what errors call it.
@@ -61,7 +62,8 @@ class PackSource:
         try:
             self.identity = PackIdentity.of(descriptor)
             self._main = self._cached = self._open(reader, io)
-            if io == "auto" and self._main.direct:
+            self._may_map = io == "auto" and self._main.direct
+            if io != "direct":
                 self._cached = self._open(reader, "buffered")
                 self._cached.cached = True
                 self._page_cache = PageCache(descriptor, self.identity.size)
@@ -77,10 +79,10 @@ class PackSource:
     @property
     def fallback(self) -> str | None:
         """Which better way of reading could not be taken, and why; None if none was passed over."""
-        if self._page_cache is not None:
-            reason = self._page_cache.reason
-            return None if reason is None else f"page cache: never read from, {reason}"
-        return None if self._main.direct else f"direct I/O: {self._main.reason}"
+        if not self._main.direct:
+            return f"direct I/O: {self._main.reason}"
+        reason = None if self._page_cache is None else self._page_cache.reason
+        return None if reason is None else f"page cache: never read from, {reason}"
 
     def handle(self, offset: int, nbytes: int) -> FileHandle:
         """How ``[offset, offset + nbytes)`` is best read now."""
@@ -93,9 +95,9 @@ class PackSource:
     def map(self) -> MappedFile | None:
         """A mapping of it, of use until ``close``, and to be closed once nothing is decoded from it.
 
-        None where nothing is ever best taken from the page cache.
+        None where reading was asked for, and where the page cache is all there is or tells nothing.
         """
-        if self._page_cache is None or self._page_cache.method is None:
+        if self._page_cache is None or self._page_cache.method is None or not self._may_map:
             return None
         return MappedFile(self._descriptor, self.path, lambda descriptor: PackIdentity.of(descriptor) == self.identity)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from splitzip_aio.abc import PlannedRead, PlannedSegment
@@ -35,7 +37,7 @@ class PlannedTensor:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerPlan:
     """A layer: its tensors, the bytes they need in the arena, and the reads that bring them."""
 
@@ -43,6 +45,11 @@ class LayerPlan:
     tensors: tuple[PlannedTensor, ...]
     nbytes: int
     reads: tuple[PlannedRead, ...]
+
+    @cached_property
+    def offsets(self) -> Mapping[str, int]:
+        """Where each tensor begins in the layer's range."""
+        return MappingProxyType({tensor.name: tensor.offset for tensor in self.tensors})
 
 
 class ExecutionPlan:

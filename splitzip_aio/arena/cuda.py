@@ -6,10 +6,10 @@ A slot is copied to a landing buffer on the *copy stream*, and decoded from ther
     copy stream      wait(landing buffer is read) ▶ copy slot ▶ record(copied)          copied: the slot is free
     upload stream    wait(copied) ▶ decode, one launch ▶ copy checksums back ▶ record(ready)
 
-So the next slot is copied while this one is decoded. Both events are asked for whenever a slot is submitted, and four
-times a millisecond. Then the checksums are compared, and only then is anything handed out. A thread that waited for
-events would have to get the interpreter's lock back before it could tell anyone; asking costs a microsecond, and the
-events of a stream come in order.
+So the next slot is copied while this one is decoded. Both events are asked for whenever a slot is submitted, and else
+about as often as a slot comes by. Then the checksums are compared, and only then is anything handed out. A thread that
+waited for events would have to get the interpreter's lock back before it could tell anyone; asking costs a microsecond,
+and the events of a stream come in order.
 
 What a read's headers say is checked when it comes by for the first time, and the decode table made of it is kept. Later
 on the device goes by that table: whatever the slot then holds, nothing is read or written out of range, and wrong bytes
@@ -49,7 +49,8 @@ __all__ = ["CudaArena"]
 _LANDING_BUFFERS = 3  # one being written, one being read, one between them
 _VERDICTS = 16  # made with the arena, so that no slot of the usual rings waits for one
 _DESTINATION_ALIGN = 16
-_ASK_EVERY_S = 0.00025  # less than a slot of 16 MiB takes on any link
+_ASK_EVERY_S = 0.00025  # at most: for smaller slots than these it would be too often
+_ASK_BYTES_S = 64 << 30  # as often as a slot comes by on a link of this speed, which is a fast one
 _TURN_S = 0.0005  # of the event loop at a time, as long as there is more to be told
 
 
@@ -142,7 +143,7 @@ class CudaArena(BufferArena):
         self._decoding: deque[_Upload] = deque()
         self._settling = False
         try:
-            self._ticker = Ticker(_ASK_EVERY_S)
+            self._ticker = Ticker(max(_ASK_EVERY_S, slot_bytes / _ASK_BYTES_S))
         except OSError as exc:
             raise TransportError(
                 f"no descriptor for a timer ({exc}); raise the limit on open files (ulimit -n)"

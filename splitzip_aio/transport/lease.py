@@ -52,6 +52,21 @@ class Lease:
         self._check_held()
         return self._views
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of the layer, (bytes,) uint8, sharing the arena's memory: each tensor's at its place in ``offsets``.
+
+        Raises:
+            LeaseReleasedError: the lease was released, or the transport closed.
+        """
+        self._check_held()
+        return self._arena.view(self._occupant.placed.base, self._occupant.plan.nbytes)
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """Where each tensor begins, in bytes from the start of ``memory``, a multiple of 256; tied ones share it."""
+        return self._occupant.plan.offsets
+
     def wait(self) -> None:
         """Make the current CUDA stream wait until the layer is decoded; the host does not. May be called in any thread.
 
@@ -59,7 +74,8 @@ class Lease:
             LeaseReleasedError: the lease was released, or the transport closed.
         """
         self._check_held()
-        for fence in self._occupant.placed.fences:
+        fence = self._occupant.placed.fence
+        if fence is not None:
             fence.wait()
 
     async def __aenter__(self) -> Self:

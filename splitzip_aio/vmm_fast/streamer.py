@@ -7,11 +7,9 @@ comes next is brought by the transport's own reading ahead, which follows the or
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import Any, NamedTuple
 
 from splitzip_aio.blocking import BlockingLease, BlockingTransport, PendingLease
 from splitzip_aio.cache.entry import Entry
@@ -63,6 +61,14 @@ class _Held:
     owner: object
 
 
+class _Run(NamedTuple):
+    """Bytes to copy: where they are in a group, where they go in the consumer's arena, and how many."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
 class Streamer:
     """Uploads pieces, and asks for some before they are needed.
 
@@ -104,10 +110,11 @@ class Streamer:
             self.let_go(_NEXT_ROUND)  # something else came next
         following: PendingLease | None = None
         try:
-            for place, piece in enumerate(pieces):
-                pending = following or self._ask_for(piece)
-                following = self._ask_ahead(pieces[place + 1 : place + 2], piece)
-                self._copy(self._await(pending, piece), piece, native, stream)
+            with current(stream):
+                for place, piece in enumerate(pieces):
+                    pending = following or self._ask_for(piece)
+                    following = self._ask_ahead(pieces[place + 1 : place + 2], piece)
+                    self._copy(self._await(pending, piece), piece, native)
         finally:
             if following is not None:
                 following.cancel()
@@ -172,15 +179,16 @@ class Streamer:
         held = [*others, *(each.nbytes for each in self._held.values())]
         return (self._arena_bytes - sum(held)) // (len(held) + 1) >= wanted
 
-    def _copy(self, lease: BlockingLease, piece: Piece, native: Any, stream: Any) -> None:
-        with current(stream):
-            try:
-                lease.wait()
-                for binding, entry in piece.wanted:
-                    source = lease.tensors[entry.name].reshape(-1).view(torch.uint8)
-                    self._view(native, binding.offset, binding.nbytes).copy_(source, non_blocking=True)
-            finally:
-                lease.release()
+    def _copy(self, lease: BlockingLease, piece: Piece, native: Any) -> None:
+        """Copy a group's weights on the current stream, and give it back once they are."""
+        try:
+            lease.wait()
+            memory = lease.memory
+            for run in _runs(piece.wanted, lease.offsets):
+                source = memory[run.source : run.source + run.nbytes]
+                self._view(native, run.target, run.nbytes).copy_(source, non_blocking=True)
+        finally:
+            lease.release()
         self.counters.uploads += len(piece.wanted)
         self.counters.upload_bytes += sum(binding.nbytes for binding, _ in piece.wanted)
 
@@ -200,3 +208,18 @@ class Streamer:
     def _first_of(self, groups: Iterator[str]) -> Iterator[Piece]:
         for _, group in zip(range(_AHEAD_OF_NEXT_ROUND), groups, strict=False):
             yield Piece(group, self._groups.sizes[group])
+
+
+def _runs(wanted: Iterable[tuple[Binding, Entry]], offsets: Mapping[str, int]) -> list[_Run]:
+    """What to copy for weights of a group: those that follow each other in both places at once.
+
+    The consumer arranges weights as they were saved, and so does the group, so that a group is often a single run.
+    """
+    runs: list[_Run] = []
+    for source, target, nbytes in sorted((offsets[entry.name], each.offset, each.nbytes) for each, entry in wanted):
+        before = runs[-1] if runs else _Run(-1, -1, 0)
+        if (before.source + before.nbytes, before.target + before.nbytes) == (source, target):
+            runs[-1] = before._replace(nbytes=before.nbytes + nbytes)
+        else:
+            runs.append(_Run(source, target, nbytes))
+    return runs

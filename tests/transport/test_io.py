@@ -12,10 +12,12 @@ from typing import Literal
 import pytest
 
 from splitzip_aio.abc import IOMode
-from splitzip_aio.drivers import DriverFactory
+from splitzip_aio.cache import SplitZipShardCache
+from splitzip_aio.drivers import DriverFactory, open_driver
 from splitzip_aio.drivers.faults import FaultSchedule, faulty_driver
 from splitzip_aio.drivers.files import direct_support
 from splitzip_aio.drivers.page_cache import PageCache
+from splitzip_aio.packs import PackSource
 from splitzip_aio.transport import Transport, open_transport
 from tests.transport.samples import Sample, settled
 
@@ -129,6 +131,18 @@ async def test_orders_are_followed_whatever_is_cached(sample: Sample, packs: Pac
     packs.evict()
     assert (await stream(sample, "buffered")).statistics().direct_bytes == 0
     assert packs.cached_pages > 0
+
+
+@pytest.mark.parametrize(("io", "told"), [("auto", True), ("buffered", True), ("direct", False)])
+async def test_the_driver_is_told_what_the_page_cache_has(sample: Sample, packs: Packs, io: IOMode, told: bool) -> None:
+    with SplitZipShardCache(sample.root) as cache:
+        async with open_driver("threads", buffers=[memoryview(bytearray(4096))]) as driver:
+            pack = PackSource(driver, cache.open_pack(0), str(cache.pack_path(0)), io=io)
+            packs.evict()
+            assert not pack.handle(0, 4096).cached
+            packs.fill(1)
+            assert pack.handle(0, 4096).cached == told
+            pack.close()
 
 
 async def test_a_page_cache_that_cannot_be_asked_is_a_fallback(

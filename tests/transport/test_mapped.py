@@ -180,7 +180,7 @@ async def test_what_cannot_be_locked_is_read(copied: Sample, monkeypatch: pytest
         await stream_all(copied, transport)
         statistics = transport.statistics()
     assert statistics.mapped_bytes == 0
-    assert statistics.buffered_bytes >= statistics.wire_bytes > 0
+    assert statistics.io.bytes_read >= statistics.wire_bytes > 0  # from wherever: others may drop the page cache
     assert statistics.fallbacks == ("mapping: locking it is refused",)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from splitzip_aio.cache import SplitZipShardCache
 from splitzip_aio.drivers.rings import open_ring
-from splitzip_aio.errors import DriverUnavailableError, LayerTooLargeError
+from splitzip_aio.errors import DriverUnavailableError, LayerTooLargeError, LeaseReleasedError
 from splitzip_aio.plan import largest_read_bytes
 from splitzip_aio.transport import open_transport
 from tests.transport.samples import LAYER_BYTES, Sample, arena_of, assert_idle, settled
@@ -107,6 +107,22 @@ async def test_tied_tensors_share_memory(sample: Sample, device: str) -> None:
         assert lease.tensors["blocks.1.mixed.BOOL"].dtype is torch.bool
         assert lease.tensors["blocks.1.empty"].shape == (0, 7)
         assert lease.tensors["blocks.1.scale"].shape == ()
+
+
+async def test_a_layer_is_there_as_bytes_too(sample: Sample, device: str) -> None:
+    async with (
+        open_transport(sample.root, device=device, ring_bytes="1MiB") as transport,
+        await transport.prefetch("blocks.1") as lease,
+    ):
+        assert lease.memory.dtype is torch.uint8
+        assert lease.offsets.keys() == lease.tensors.keys()
+        assert len(lease.offsets) > 1
+        for name, offset in lease.offsets.items():
+            data = sample.tensors[name][2]
+            assert offset % 256 == 0
+            assert bytes(lease.memory[offset : offset + len(data)].cpu().numpy().data) == data
+    with pytest.raises(LeaseReleasedError):
+        _ = lease.memory
 
 
 @pytest.fixture(params=["uring", "threads"])

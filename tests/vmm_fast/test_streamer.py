@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from splitzip_aio.vmm_fast.catalog import Groups
-from splitzip_aio.vmm_fast.streamer import Piece, Streamer
+from splitzip_aio.vmm_fast.streamer import Piece, Streamer, _runs
 
 SIZE = 1024
 
@@ -28,7 +28,8 @@ class Pending:
             raise OSError(self.group)
         return SimpleNamespace(
             wait=lambda: None,
-            tensors={self.group[0]: torch.ones(SIZE, dtype=torch.uint8)},
+            memory=torch.ones(SIZE, dtype=torch.uint8),
+            offsets={self.group[0]: 0},
             release=lambda: self.transport.note("release", self.group),
         )
 
@@ -130,6 +131,16 @@ def test_a_group_is_held_once() -> None:
     harness.streamer.let_go("another")
     harness.streamer.let_go("owner")
     assert harness.transport.take_log() == ["cancel c", "cancel a", "cancel b"]
+
+
+def test_weights_that_follow_each_other_in_both_places_are_copied_at_once() -> None:
+    offsets = {"a": 0, "b": 512, "c": 1024, "gap": 1792, "d": 2048}
+    places = {"d": (2048, 256), "b": (4608, 512), "a": (4096, 512), "c": (5120, 500), "gap": (5888, 256)}
+    wanted = [
+        (SimpleNamespace(offset=offset, nbytes=nbytes), SimpleNamespace(name=name))
+        for name, (offset, nbytes) in places.items()
+    ]
+    assert _runs(wanted, offsets) == [(0, 4096, 1524), (1792, 5888, 256), (2048, 2048, 256)]  # type: ignore[arg-type]
 
 
 def test_after_a_failure_nothing_stays_asked_for() -> None:
