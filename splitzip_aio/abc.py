@@ -309,6 +309,13 @@ class Arena(ABC):
         """The bytes there, (nbytes,) uint8, sharing the arena's memory."""
 
     @abstractmethod
+    def copy_to(self, target: torch.Tensor, offset: int) -> None:
+        """Copy the bytes there to ``target``, as many as it has, on the caller's current stream; in any thread.
+
+        ``target`` is (bytes,) uint8, contiguous, and on the arena's device.
+        """
+
+    @abstractmethod
     def tensor(self, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The bytes there as a tensor of a safetensors dtype and shape, sharing the arena's memory.
 

@@ -190,14 +190,13 @@ class BlockingLease:
         return self._lease.tensors
 
     @property
-    def memory(self) -> torch.Tensor:
-        """All of the layer as bytes; see ``Lease.memory``."""
-        return self._lease.memory
-
-    @property
     def offsets(self) -> Mapping[str, int]:
-        """Where each tensor begins in ``memory``."""
+        """Where each tensor begins in the layer; see ``Lease.offsets``."""
         return self._lease.offsets
+
+    def copy_to(self, target: torch.Tensor, offset: int) -> None:
+        """Copy bytes of the layer on the calling thread's current stream; see ``Lease.copy_to``."""
+        self._lease.copy_to(target, offset)
 
     def wait(self) -> None:
         """Make the calling thread's current CUDA stream wait until the layer is decoded; the thread does not.

@@ -64,6 +64,8 @@ class SimulatedCudaArena(cuda.CudaArena):
         self._address = 0
         self._ticker = Ticker(0.00025)
 
+    copy_to = BufferArena.copy_to
+
     def fence(self) -> Fence | None:
         """None: work on the host is done when it returns."""
         return None

@@ -35,6 +35,7 @@ from splitzip_aio.codec.gpu import GpuSplitZipDecoder, PreparedDecode
 from splitzip_aio.codec.headers import SegmentHeaders
 from splitzip_aio.codec.slot_table import MAX_SLOT_SEGMENTS, SlotTable, table_capacity
 from splitzip_aio.errors import (
+    ClosedError,
     CorruptDataError,
     InvalidArgumentError,
     SplitZipError,
@@ -195,6 +196,14 @@ class CudaArena(BufferArena):
         finally:
             self._ticker.stop()
 
+    def copy_to(self, target: torch.Tensor, offset: int) -> None:
+        """Copy the bytes there to ``target``; see ``splitzip_aio.abc.Arena.copy_to``."""
+        if self._buffer is None:
+            raise ClosedError("the arena is closed")
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        with self._driver:
+            self._driver.copy_on_device(target.data_ptr(), self._address + offset, target.numel(), stream)
+
     def fence(self) -> Fence | None:
         """The end of what the caller's current stream has been given so far."""
         event = torch.cuda.Event()
@@ -247,14 +256,14 @@ class CudaArena(BufferArena):
         copy_stream, upload_stream = self._copy_stream, self._upload_stream
         with self._driver:
             if landing.read is not None:
-                landing.read.wait(copy_stream)
+                self._driver.wait(landing.read.cuda_event, copy_stream.cuda_stream)
             if starts is not None:
                 starts[0].record(copy_stream)
             self._driver.copy_to_device(
                 landing.address, host_address(memory), read.nbytes + table.nbytes, copy_stream.cuda_stream
             )
             copied.record(copy_stream)
-            copied.wait(upload_stream)
+            self._driver.wait(copied.cuda_event, upload_stream.cuda_stream)
             if starts is not None:
                 starts[1].record(upload_stream)
             decode.launch(landing.buffer, landing.address, upload_stream)

@@ -36,6 +36,10 @@ class CudaDriver:
         self._to_device.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         self._to_host = library.cuMemcpyDtoHAsync_v2
         self._to_host.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._on_device = library.cuMemcpyDtoDAsync_v2
+        self._on_device.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+        self._wait = library.cuStreamWaitEvent
+        self._wait.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
         self._push = library.cuCtxPushCurrent_v2
         self._pop = library.cuCtxPopCurrent_v2
         self._context = ctypes.c_void_p()
@@ -68,6 +72,22 @@ class CudaDriver:
             RuntimeError: the device failed.
         """
         self._check(self._to_host(destination, source, nbytes, stream), "cuMemcpyDtoHAsync")
+
+    def copy_on_device(self, destination: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy ``nbytes`` within the device's memory, in a stream.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        self._check(self._on_device(destination, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def wait(self, event: int, stream: int) -> None:
+        """Have a stream wait for an event that was recorded.
+
+        Raises:
+            RuntimeError: the device failed.
+        """
+        self._check(self._wait(stream, event, 0), "cuStreamWaitEvent")
 
     def _check(self, status: int, call: str) -> None:
         if status:

@@ -43,13 +43,17 @@ _pread = types.ExternalFunction("pread", types.int64(types.int32, types.int64, t
 _write = types.ExternalFunction("write", types.int64(types.int32, types.int64, types.int64))
 
 
-def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled without the GIL, and kept on disk where there is a place for it."""
-    try:
-        dispatcher: Callable[..., Any] = numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no writable directory
-        dispatcher = numba.njit(nogil=True)(function)
-    return dispatcher
+def _kept(*, nogil: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiled, and kept on disk where there is a place for it; ``nogil`` for what takes its time."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        try:
+            dispatcher: Callable[..., Any] = numba.njit(nogil=nogil, cache=True)(function)
+        except RuntimeError:  # no writable directory
+            dispatcher = numba.njit(nogil=nogil)(function)
+        return dispatcher
+
+    return compiled
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -74,21 +78,21 @@ def _replace(_typing: Any, _address: Any, _old: Any, _new: Any) -> Any:
     return types.boolean(types.int64, types.int64, types.int64), emit
 
 
-@_kept
+@_kept()
 def give(control: Any, semaphore: Any) -> None:
     """There is another job: wake a thread, if one has nothing to do."""
     _add(control.ctypes.data + 8 * LIMIT, SHARES)
     _post(semaphore.ctypes.data)
 
 
-@_kept
+@_kept()
 def stop(control: Any, semaphore: Any) -> None:
     """There will be no more jobs: have all threads end once none is left."""
     _add(control.ctypes.data + 8 * STOPPED, 1)
     _post(semaphore.ctypes.data)
 
 
-@_kept
+@_kept(nogil=True)
 def work(
     control: Any, jobs: Any, left: Any, copied: Any, shares: Any, done: Any, one: Any, semaphore: Any, signal: int
 ) -> None:

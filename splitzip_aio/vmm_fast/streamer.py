@@ -183,10 +183,8 @@ class Streamer:
         """Copy a group's weights on the current stream, and give it back once they are."""
         try:
             lease.wait()
-            memory = lease.memory
             for run in _runs(piece.wanted, lease.offsets):
-                source = memory[run.source : run.source + run.nbytes]
-                self._view(native, run.target, run.nbytes).copy_(source, non_blocking=True)
+                lease.copy_to(self._view(native, run.target, run.nbytes), run.source)
         finally:
             lease.release()
         self.counters.uploads += len(piece.wanted)

@@ -10,7 +10,7 @@ import torch
 
 from splitzip_aio.cache import SplitZipShardCache
 from splitzip_aio.drivers.rings import open_ring
-from splitzip_aio.errors import DriverUnavailableError, LayerTooLargeError, LeaseReleasedError
+from splitzip_aio.errors import DriverUnavailableError, InvalidArgumentError, LayerTooLargeError, LeaseReleasedError
 from splitzip_aio.plan import largest_read_bytes
 from splitzip_aio.transport import open_transport
 from tests.transport.samples import LAYER_BYTES, Sample, arena_of, assert_idle, settled
@@ -114,15 +114,20 @@ async def test_a_layer_is_there_as_bytes_too(sample: Sample, device: str) -> Non
         open_transport(sample.root, device=device, ring_bytes="1MiB") as transport,
         await transport.prefetch("blocks.1") as lease,
     ):
-        assert lease.memory.dtype is torch.uint8
         assert lease.offsets.keys() == lease.tensors.keys()
         assert len(lease.offsets) > 1
         for name, offset in lease.offsets.items():
             data = sample.tensors[name][2]
+            target = torch.full((len(data),), 0xA5, dtype=torch.uint8, device=device)
+            lease.copy_to(target, offset)
             assert offset % 256 == 0
-            assert bytes(lease.memory[offset : offset + len(data)].cpu().numpy().data) == data
+            assert bytes(target.cpu().numpy().data) == data
+        end = max(offset + len(sample.tensors[name][2]) for name, offset in lease.offsets.items())
+        for outside in (-1, end + 256):
+            with pytest.raises(InvalidArgumentError, match=f"found 1 bytes at {outside}"):
+                lease.copy_to(torch.empty(1, dtype=torch.uint8, device=device), outside)
     with pytest.raises(LeaseReleasedError):
-        _ = lease.memory
+        lease.copy_to(target, 0)
 
 
 @pytest.fixture(params=["uring", "threads"])

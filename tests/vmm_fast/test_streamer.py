@@ -28,7 +28,7 @@ class Pending:
             raise OSError(self.group)
         return SimpleNamespace(
             wait=lambda: None,
-            memory=torch.ones(SIZE, dtype=torch.uint8),
+            copy_to=lambda target, offset: target.fill_(1 + offset),
             offsets={self.group[0]: 0},
             release=lambda: self.transport.note("release", self.group),
         )
