@@ -1,6 +1,6 @@
 """What a stream to a GPU costs its event loop, and how long others wait for it, without a GPU.
 
-    python bench/event_loop.py --dir DIR [--tier page-cache] [--call-us 200] [--link-gbps 54.7]
+    python bench/event_loop.py --dir DIR [--tier page-cache] [--call-us 120] [--link-gbps 54.7]
 
 Everything is what streams to a GPU but the device: a copy takes as long as ``--link-gbps`` make it, and the calls for a
 slot keep the event loop for ``--call-us``. No byte is moved to the arena, or right there. A task sleeps for 10 ms again
@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import anyio
 import numpy as np
@@ -23,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from splitzip_aio.abc import PlannedRead, StageTrace
+from splitzip_aio.abc import PlannedRead
 from splitzip_aio.cli.bench.passes import Streamer, Tier
 from splitzip_aio.cli.bench.workload import prepare
 from splitzip_aio.cli.output import Output
@@ -35,46 +32,17 @@ from tests.simulated import SimulatedCudaArena
 DECODE_S = 0.0001
 
 
-class _At:
-    """An event that fires at a time."""
-
-    def __init__(self, at_s: float) -> None:
-        self._at_s = at_s
-
-    def query(self) -> bool:
-        return time.perf_counter() >= self._at_s
-
-    def wait(self, *_: object) -> None:
-        """What is handed out has fired."""
-
-
 def device(call_s: float, link_bytes_s: float) -> type[SimulatedCudaArena]:
     """An arena whose calls and copies take so long."""
 
     class Device(SimulatedCudaArena):
-        def _begin(
-            self,
-            memory: memoryview,
-            read: PlannedRead,
-            base: int,
-            decode: Any,
-            drained: Callable[[], None],
-            done: Callable[[Any], None],
-            trace: StageTrace | None,
-        ) -> Any:
-            decode.table.write(memory[read.nbytes :], base)
+        moves = False
+
+        def _stages(self, read: PlannedRead) -> tuple[float, float]:
             until = time.perf_counter() + call_s
-            while (now := time.perf_counter()) < until:
+            while time.perf_counter() < until:
                 pass
-            self._busy_until_s = max(now, self._busy_until_s) + read.nbytes / link_bytes_s
-            copied, ready = _At(self._busy_until_s), _At(self._busy_until_s + DECODE_S)
-            return SimpleNamespace(copied=copied, ready=ready, drained=drained, done=done, trace=trace)
-
-        def _check(self, _: object) -> None:
-            """Nothing was decoded."""
-
-        def _report(self, *_: object) -> None:
-            """Nor took its time."""
+            return read.nbytes / link_bytes_s, DECODE_S
 
     return Device
 
@@ -85,7 +53,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=2.4)
     parser.add_argument("--ring", default="128MiB")
     parser.add_argument("--tier", choices=("page-cache", "host-tier"), default="host-tier")
-    parser.add_argument("--call-us", type=float, default=200)
+    parser.add_argument("--call-us", type=float, default=120)
     parser.add_argument("--link-gbps", type=float, default=54.7)
     parser.add_argument("--seconds", type=float, default=4)
     options = parser.parse_args()

@@ -238,7 +238,7 @@ def main() -> int:
     )
     parser.add_argument("--small", action="store_true", help="a model of 90 MB")
     parser.add_argument("--ring-bytes", default="256MiB")
-    parser.add_argument("--group-bytes", default="96MiB")
+    parser.add_argument("--group-bytes", default="176MiB")
     parser.add_argument("--arena-bytes", help="default: what enable_splitzip_fast_transport chooses")
     parser.add_argument(
         "--switch-interval", type=float, help="seconds a thread keeps Python to itself (default: 0.005)"

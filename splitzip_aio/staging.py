@@ -34,7 +34,7 @@ PAGE_BYTES = 4096
 """Slots start at multiples of this, and direct reads are rounded to it."""
 
 _LEAST_FAST_BYTES = 16 << 20  # from there on copies run at the link's full speed
-_MOST_BYTES = 32 << 20  # the event loop spends as long on a slot of any size: half as often as on the least fast ones
+_MOST_BYTES = 64 << 20  # the event loop spends as long on a slot of any size: a quarter as often as on the least fast
 _LEAST_SLOTS = 3  # one being filled, one being copied, one in between
 _ENOUGH_SLOTS = 4  # two to fill and two to copy; more and smaller ones would cost the event loop more than they bring
 
@@ -225,7 +225,7 @@ class StagingRing:
 def split_ring(ring_bytes: int, *, largest_read_bytes: int, table_bytes: Callable[[int], int]) -> tuple[int, int]:
     """Divide a ring of ``ring_bytes`` bytes: how many slots, and how many bytes of each are payload.
 
-    A ring has four slots of 16 to 32 MiB, or more of 32. A smaller one has three of 16 MiB, but three smaller
+    A ring has four slots of 16 to 64 MiB, or more of 64. A smaller one has three of 16 MiB, but three smaller
     ones if they can hold ``largest_read_bytes``, the largest segment rounded outward to whole pages; else two or one.
     ``table_bytes`` says how many bytes to keep behind a payload of so many.
 

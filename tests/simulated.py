@@ -49,7 +49,13 @@ class _Moment:
 
 
 class SimulatedCudaArena(cuda.CudaArena):
-    """As ``CudaArena``, in memory of the host."""
+    """As ``CudaArena``, in memory of the host.
+
+    Attributes:
+        moves: bytes are copied and decoded, not only waited for.
+    """
+
+    moves = True
 
     def __init__(self, capacity_bytes: int) -> None:
         BufferArena.__init__(self, torch.empty(checked_capacity(capacity_bytes), dtype=torch.uint8))
@@ -70,6 +76,10 @@ class SimulatedCudaArena(cuda.CudaArena):
         """None: work on the host is done when it returns."""
         return None
 
+    def _stages(self, read: PlannedRead) -> tuple[float, float]:
+        """How long copy and decode take, in seconds; begins at this moment if the device is idle."""
+        return self._chance.choice(_DELAYS_S), self._chance.choice(_DELAYS_S)
+
     def _begin(
         self,
         memory: memoryview,
@@ -81,23 +91,24 @@ class SimulatedCudaArena(cuda.CudaArena):
         trace: StageTrace | None,
     ) -> Any:
         decode.table.write(memory[read.nbytes :], self._address + base)
-        verdict = cuda._Verdict(torch.empty(MAX_SLOT_SEGMENTS, dtype=torch.int64))
-        landing = bytearray(read.nbytes)
+        verdict = self._verdicts.pop() if self._verdicts else cuda._Verdict(_verdict_memory())
+        landing = bytearray(read.nbytes if self.moves else 0)
         target = self.buffer.numpy()[base:]
 
         def copy() -> None:
-            landing[:] = memory[: read.nbytes]
+            landing[:] = memory[: len(landing)]
 
         def work() -> None:
             copied.at_s = 0.0
             copied.query()
             verdict.found[: len(read.segments)] = decode.table.checksums
-            for place in _wrong(read, np.frombuffer(landing, np.uint8), target):
+            for place in _wrong(read, np.frombuffer(landing, np.uint8), target) if landing else ():
                 verdict.found[place] += np.uint64(1)
 
+        copy_s, decode_s = self._stages(read)
         begun = max(time.perf_counter(), self._busy_until_s)
-        copied = _Moment(begun + self._chance.choice(_DELAYS_S), copy)
-        ready = _Moment(copied.at_s + self._chance.choice(_DELAYS_S), work)
+        copied = _Moment(begun + copy_s, copy)
+        ready = _Moment(copied.at_s + decode_s, work)
         self._busy_until_s = copied.at_s
         if self._decoding:  # events of a stream fire in order
             ready.at_s = max(ready.at_s, self._decoding[-1].ready.at_s)  # type: ignore[attr-defined]
@@ -130,6 +141,10 @@ class SimulatedCudaArena(cuda.CudaArena):
         for upload in self._decoding:
             upload.ready.at_s = 0.0  # type: ignore[attr-defined]
             upload.ready.query()
+
+
+def _verdict_memory() -> torch.Tensor:
+    return torch.empty(MAX_SLOT_SEGMENTS, dtype=torch.int64)
 
 
 def _wrong(read: PlannedRead, payload: np.ndarray[Any, np.dtype[np.uint8]], target: Any) -> Iterable[int]:

@@ -153,7 +153,7 @@ def test_pinning_without_cuda_is_a_recorded_fallback(
 
 class TestSplit:
     def test_a_large_ring_has_four_slots_or_more(self) -> None:
-        for ring_mib, expected in {64: (4, 16), 96: (4, 24), 128: (4, 32), 1024: (32, 32), 50: (3, 16)}.items():
+        for ring_mib, expected in {64: (4, 16), 96: (4, 24), 128: (4, 32), 1024: (16, 64), 50: (3, 16)}.items():
             slots, payload = split_ring(ring_mib << 20, largest_read_bytes=3 << 20, table_bytes=lambda _: 0)
             assert (slots, payload >> 20) == expected
 

@@ -1,4 +1,7 @@
-"""An engine that leaves what the page cache has to threads of its own, and the rest to another engine."""
+"""An engine that leaves what the page cache has to threads of its own, and the rest to another engine.
+
+A thread gives the other engine's signal, so that whoever waits for that engine hears of both.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ from collections.abc import Sequence
 
 from splitzip_aio.drivers.copier import CopyThreads, code_is_loaded
 from splitzip_aio.drivers.engine import Engine
-from splitzip_aio.drivers.files import OpenFile
 from splitzip_aio.drivers.operation import Extent, Slots
+from splitzip_aio.drivers.surrounding import SurroundingEngine
 
 __all__ = ["CopyingEngine"]
 
@@ -20,7 +23,7 @@ _AHEAD_BYTES = 2 << 20  # for each thread, if that is more slots
 _WHOLE = 1 << 62
 
 
-class CopyingEngine(Engine):
+class CopyingEngine(SurroundingEngine):
     """Another engine, relieved of what the page cache has: at once where that costs nothing, else once it is much.
 
     Until the threads have started, and where they cannot, the other engine reads everything. It also reads again what
@@ -28,24 +31,20 @@ class CopyingEngine(Engine):
     """
 
     def __init__(self, inner: Engine, slots: Slots) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._slots = slots
         self._process = os.getpid()
         self._threads: CopyThreads | None = None
         self._jobs: dict[int, Extent] = {}
         self._cached_bytes = 0
-        self._ahead = max(_SLOTS_AHEAD, -(-_AHEAD_BYTES * inner.copies // len(slots.views[0])))
+        self._copies = inner.copies
+        self._ahead = max(_SLOTS_AHEAD, -(-_AHEAD_BYTES * self._copies // len(slots.views[0])))
         self._closed = False
-        self.name = inner.name
-        self.binding = inner.binding
-        self.binding_reason = inner.binding_reason
-        self.fixed_buffers = inner.fixed_buffers
-        self.may_be_bypassed = inner.may_be_bypassed
 
     @property
     def copies(self) -> int:
         """Extents that the page cache serves, to be given at once."""
-        return self._ahead if self._copying else self._inner.copies
+        return self._ahead if self._copying else self._copies
 
     @property
     def copy_threads(self) -> int:
@@ -58,36 +57,15 @@ class CopyingEngine(Engine):
         return _WHOLE if self._copying else self._inner.copy_bytes
 
     @property
-    def signal(self) -> int:
-        """The other engine's."""
-        return self._inner.signal
-
-    @property
     def in_flight(self) -> int:
         """Extents begun and not yet collected."""
         return self._inner.in_flight + len(self._jobs)
-
-    def fileno(self) -> int:
-        """The other engine's, whose signal the threads give."""
-        return self._inner.fileno()
 
     def begin(self, extents: Sequence[Extent]) -> None:
         """Give the threads what the page cache has, and the other engine the rest."""
         rest = [extent for extent in extents if not (extent.copies and self._copy(extent))]
         if rest:
             self._inner.begin(rest)
-
-    def flush(self) -> bool:
-        """Whatever the other engine does."""
-        return self._inner.flush()
-
-    def adopt(self, file: OpenFile) -> None:
-        """Whatever the other engine does."""
-        self._inner.adopt(file)
-
-    def disown(self, file: OpenFile) -> None:
-        """Whatever the other engine does."""
-        self._inner.disown(file)
 
     def collect(self) -> list[tuple[Extent, int]]:
         """What either has completed."""
@@ -122,7 +100,7 @@ class CopyingEngine(Engine):
         if self._threads is None:
             self._cached_bytes += nbytes
             if code_is_loaded() or self._cached_bytes >= _WORTH_IT_BYTES:
-                self._threads = CopyThreads(self._inner.copies, self.signal)
+                self._threads = CopyThreads(self._copies, self.signal)
         if self._threads is None or not self._threads.room or nbytes <= 0:
             return False
         address = self._slots.addresses[extent.slot] + extent.position + extent.done

@@ -8,7 +8,7 @@ import os
 import random
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from splitzip_aio.drivers.engine import Engine
 from splitzip_aio.drivers.faults import FaultKind, FaultSchedule
 from splitzip_aio.drivers.files import OpenFile
 from splitzip_aio.drivers.operation import Extent, Slots
+from splitzip_aio.drivers.surrounding import SurroundingEngine
 
 __all__ = ["FaultyEngine"]
 
@@ -54,7 +55,7 @@ class _Held:
     seen_withdrawn: bool = False
 
 
-class FaultyEngine(Engine):
+class FaultyEngine(SurroundingEngine):
     """Lets another engine do the work, and meddles with what it has done.
 
     The other engine's reads are real and whole. A fault is applied when they complete, to the result and to the
@@ -63,10 +64,8 @@ class FaultyEngine(Engine):
     too early, or believes more than it was told, has wrong bytes.
     """
 
-    may_be_bypassed = False  # what is not read does not fail
-
     def __init__(self, inner: Engine, slots: Slots, schedule: FaultSchedule) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._slots = slots
         self._schedule = schedule
         self._process = os.getpid()
@@ -79,55 +78,21 @@ class FaultyEngine(Engine):
         self._either.register(self._alarm.fileno(), select.EPOLLIN)
         self._closed = False
         self.name = f"{inner.name} with faults"
-        self.binding = inner.binding
-        self.binding_reason = inner.binding_reason
-        self.fixed_buffers = inner.fixed_buffers
+        self.may_be_bypassed = False  # what is not read does not fail
 
     @property
     def in_flight(self) -> int:
         """Extents begun and not yet collected."""
         return self._inner.in_flight + len(self._held)
 
-    @property
-    def copies(self) -> int:
-        """Whatever the other engine says."""
-        return self._inner.copies
-
-    @property
-    def copy_threads(self) -> int:
-        """Whatever the other engine says."""
-        return self._inner.copy_threads
-
-    @property
-    def copy_bytes(self) -> int:
-        """Whatever the other engine says."""
-        return self._inner.copy_bytes
-
-    @property
-    def signal(self) -> int:
-        """The other engine's."""
-        return self._inner.signal
-
     def fileno(self) -> int:
         """Readable when the other engine's is, or a completion need not be kept back any longer."""
         return self._either.fileno()
 
-    def begin(self, extents: Sequence[Extent]) -> None:
-        """Have the other engine read them."""
-        self._inner.begin(extents)
-
-    def flush(self) -> bool:
-        """Whatever the other engine does."""
-        return self._inner.flush()
-
-    def adopt(self, file: OpenFile) -> None:
-        """Whatever the other engine does."""
-        self._inner.adopt(file)
-
     def disown(self, file: OpenFile) -> None:
-        """Whatever the other engine does."""
+        """Forget that it was read directly, too."""
         self._read_directly.discard(file)
-        self._inner.disown(file)
+        super().disown(file)
 
     def collect(self) -> list[tuple[Extent, int]]:
         """What the other engine completed and was not kept back, with its faults, and what was kept long enough."""

@@ -18,8 +18,8 @@ from splitzip_aio.vmm_fast.consumer import FileSlice, Unit
 
 __all__ = ["GROUP_BYTES", "Catalog", "Groups", "arena_bytes_of", "units_of"]
 
-GROUP_BYTES = 96 << 20
-"""What a group has at most, unless it is a single tensor."""
+GROUP_BYTES = 176 << 20
+"""What a group has at most, unless it is a single tensor: two slots of 64 MiB, compressed."""
 
 _TENSOR_ALIGN = 256  # how a layer's tensors are placed in an arena
 
