@@ -308,12 +308,12 @@ class Arena(ABC):
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
         """The bytes there, (nbytes,) uint8, sharing the arena's memory."""
 
-    @abstractmethod
     def copy_to(self, target: torch.Tensor, offset: int) -> None:
         """Copy the bytes there to ``target``, as many as it has, on the caller's current stream; in any thread.
 
         ``target`` is (bytes,) uint8, contiguous, and on the arena's device.
         """
+        target.copy_(self.view(offset, target.numel()), non_blocking=True)
 
     @abstractmethod
     def tensor(self, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:

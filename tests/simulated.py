@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from splitzip_aio.abc import Fence, PlannedRead, StageTrace
+from splitzip_aio.abc import Arena, Fence, PlannedRead, StageTrace
 from splitzip_aio.arena import cuda
 from splitzip_aio.arena.base import BufferArena, checked_capacity
 from splitzip_aio.codec.cpu import decode_segment
@@ -70,7 +70,7 @@ class SimulatedCudaArena(cuda.CudaArena):
         self._address = 0
         self._ticker = Ticker(0.00025)
 
-    copy_to = BufferArena.copy_to
+    copy_to = Arena.copy_to
 
     def fence(self) -> Fence | None:
         """None: work on the host is done when it returns."""

@@ -57,10 +57,6 @@ class BufferArena(Arena):
         """The bytes there, (nbytes,) uint8, sharing the arena's memory."""
         return self.buffer[offset : offset + nbytes]
 
-    def copy_to(self, target: torch.Tensor, offset: int) -> None:
-        """Copy the bytes there to ``target``; see ``splitzip_aio.abc.Arena.copy_to``."""
-        target.copy_(self.view(offset, target.numel()))
-
     def tensor(self, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The bytes there as a tensor; see ``splitzip_aio.abc.Arena.tensor``."""
         buffer = self.buffer
