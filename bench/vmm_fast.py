@@ -8,7 +8,7 @@ that the page cache was dropped, which needs root. Every pass's output is compar
 model held on the GPU. Ends with a line for each thing that is promised, and exit status 1 if one is not kept.
 
 ``--page-mb`` is the consumer's ``vmm_page_mb``: the size of the pages in which its allocator maps weights, for both
-transports. With any but the allocator's own (0), native is timed with that as well, which is what promises are judged by.
+transports. With any but the allocator's own (0), native is timed with that as well, and promises are judged by it.
 
 ``--small`` makes a model of 90 MB, for running under ``compute-sanitizer``; its times mean nothing.
 """
