@@ -109,7 +109,7 @@ class Stages:
             return times[-1]
 
     def decodes(self) -> Generator[float, None, None]:
-        """Seconds in which everything is decoded once it has landed, each time it is asked for.
+        """Seconds in which everything is decoded once it has landed, each time it is asked for; it was just before.
 
         Of a large cache the first 4 GiB are decoded, and the seconds are scaled. On the CPU by as many threads as the
         arena has.
@@ -181,8 +181,8 @@ class Stages:
         ]
         decode = partial(cpu.decode_segment, where="benchmark")
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            list(pool.map(decode, *zip(*work, strict=True)))
             while True:
+                list(pool.map(decode, *zip(*work, strict=True)))
                 began = time.perf_counter()
                 list(pool.map(decode, *zip(*work, strict=True)))
                 yield time.perf_counter() - began
@@ -201,6 +201,7 @@ class Stages:
             checksums = [found.cpu().numpy().view(np.uint64) for found in decode()]
             _check(checksums, [table for _, (_, table) in slots])
             while True:
+                decode()
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 decode()
