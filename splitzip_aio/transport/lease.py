@@ -65,9 +65,14 @@ class Lease:
 
         Raises:
             LeaseReleasedError: the lease was released, or the transport closed.
-            InvalidArgumentError: the layer does not have so many bytes there.
+            InvalidArgumentError: ``target`` is not as described, or the layer does not have so many bytes there.
         """
         self._check_held()
+        if target.dtype != torch.uint8 or target.device != self._arena.device or not target.is_contiguous():
+            raise InvalidArgumentError(
+                f"target: expected contiguous uint8 on {self._arena.device}, found {target.dtype} of shape "
+                f"{tuple(target.shape)} and strides {target.stride()} on {target.device}"
+            )
         nbytes, end = target.numel(), self._occupant.plan.nbytes
         if not 0 <= offset <= end - nbytes:
             raise InvalidArgumentError(

@@ -38,6 +38,7 @@ def test_overlap(cli: CommandLine, kept: Path) -> None:
         assert set(tier["stages"]) == ({"decode"} if tier["tier"] == "host tier" else {"read", "decode"})
         slowest = tier["stages"][tier["slowest"]]["median_s"]
         assert slowest == max(times["median_s"] for times in tier["stages"].values())
+        assert (tier["rested"] is None) == (tier["tier"] == "disk")
         assert tier["efficiency"] == pytest.approx(slowest / tier["together"]["median_s"])
     assert [tier["tier"] for tier in report["tiers"]][:2] == ["disk", "page cache"]
     came = {

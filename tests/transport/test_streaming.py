@@ -126,6 +126,11 @@ async def test_a_layer_is_there_as_bytes_too(sample: Sample, device: str) -> Non
         for outside in (-1, end + 256):
             with pytest.raises(InvalidArgumentError, match=f"found 1 bytes at {outside}"):
                 lease.copy_to(torch.empty(1, dtype=torch.uint8, device=device), outside)
+        room = torch.zeros(4, 4, dtype=torch.uint8, device=device)
+        for wrong in (room.view(torch.int16), room.T, room.to("meta")):
+            with pytest.raises(InvalidArgumentError, match="target: expected contiguous uint8 on"):
+                lease.copy_to(wrong, 0)
+        assert not room.any()
     with pytest.raises(LeaseReleasedError):
         lease.copy_to(target, 0)
 
